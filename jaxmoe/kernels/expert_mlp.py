@@ -1,0 +1,249 @@
+"""The routed experts' MLP of one device: dropless, exact for every routing, one function on every platform.
+
+    y_t = sum over k of weight_tk * (act(x_t gate[e]) * (x_t up[e])) down[e],   e = expert_tk
+
+Letters beside the glossary: A assignments (token, slot) sorted by expert, P the same plus a few spare rows.
+
+Layout: all arrays are local; nothing is reduced over any mesh axis here. Under expert parallelism E counts the
+experts held here and the id E means "held elsewhere": such an assignment adds nothing and enters no product.
+
+How: sort the assignments by expert, gather tokens in that order, two grouped products, gather back and sum over
+the slots. Gathers go by the permutation forward and by its inverse backward, so there is no scatter-add. The
+routing weight is applied to the hidden width, before the second product. One custom VJP saves the tokens, the
+first product and the routing, and recomputes what is cheap.
+
+`implementation="loops"` (CPU) is `grouped_matmul.py`. `"ragged"` (GPU) uses `lax.ragged_dot_general`, NOT
+MEASURED by us: no GPU was at hand. Known from reports only: without help XLA:GPU expands it to a masked dense
+product of E times the FLOPs (openxla/xla PR 45995, 2026-07); XLA's cuDNN fusion
+(`--xla_gpu_experimental_use_ragged_dot_fusion=true`) avoids that where it supports the shapes; the flag
+`jax_ragged_dot_use_gpu_pallas_triton_lowering` fails to import on released wheels (jax-ml/jax issue 40888).
+`"auto"` lets `lax.platform_dependent` choose, which leaves one branch in the compiled program.
+
+Source: the layer is Shazeer et al. 2017, arXiv:1701.06538, with gated experts; dropless as in MegaBlocks,
+arXiv:2211.15841.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jaxmoe.kernels.grouped_matmul import (
+    SPARE_ROWS,
+    accumulate_groups,
+    accumulation_dtype,
+    multiply_groups,
+)
+from jaxmoe.spmd.collectives import vary_like
+
+Activation = Literal["silu", "gelu"]
+Implementation = Literal["auto", "loops", "ragged"]
+
+#: "gelu" is the tanh form.
+ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=True),
+}
+
+
+class Routing(NamedTuple):
+    """Where every assignment stands after sorting by expert, stable."""
+
+    token_P: jax.Array  # token of a sorted row; 0 in spare rows
+    slot_P: jax.Array  # index into the flat [T * K]; 0 in spare rows
+    row_TK: jax.Array  # sorted row of an assignment
+    held_P: jax.Array  # False for experts held elsewhere and for spare rows
+    start_E: jax.Array
+    count_E: jax.Array
+
+
+def sort_by_expert(expert_TK: Int[Array, "T K"], num_experts: int) -> Routing:
+    """The routing's permutation. Ids equal to `num_experts` sort last and belong to no group."""
+    num_slots = expert_TK.shape[1]
+    num_assignments = expert_TK.size
+    slot_A = vary_like(jnp.arange(num_assignments, dtype=jnp.int32), expert_TK)
+    expert_A, order_A = lax.sort((expert_TK.reshape(-1), slot_A), num_keys=1, is_stable=True)
+    row_A = jnp.zeros_like(slot_A).at[order_A].set(slot_A, unique_indices=True)
+    bound_E = jnp.searchsorted(expert_A, jnp.arange(num_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
+    slot_P = jnp.pad(order_A, (0, SPARE_ROWS))
+    return Routing(
+        token_P=slot_P // num_slots,
+        slot_P=slot_P,
+        row_TK=row_A.reshape(expert_TK.shape),
+        held_P=vary_like(jnp.arange(slot_P.shape[0], dtype=jnp.int32), bound_E) < bound_E[-1],
+        start_E=bound_E[:-1],
+        count_E=bound_E[1:] - bound_E[:-1],
+    )
+
+
+def _take_rows(value: jax.Array, index: jax.Array) -> jax.Array:
+    return value.at[index].get(mode="promise_in_bounds")
+
+
+def _sum_slots(value_PD: jax.Array, row_TK: jax.Array) -> jax.Array:
+    """Sum over the slots k of the sorted rows of (t, k), in at least fp32: the gather's own transpose."""
+    acc = accumulation_dtype(value_PD.dtype)
+    return sum(_take_rows(value_PD, row_TK[:, k]).astype(acc) for k in range(row_TK.shape[1]))
+
+
+class _Products(NamedTuple):
+    """The two grouped products of a platform: rows by matrices, and the sum of outer products per group."""
+
+    multiply: Callable[..., jax.Array]
+    accumulate: Callable[..., jax.Array]
+
+
+def _ragged_multiply(
+    rows_PI: jax.Array, matrix_EIJ: jax.Array, start_E: jax.Array, count_E: jax.Array, *, transposed: bool = False
+) -> jax.Array:
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2 if transposed else 1,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    out = lax.ragged_dot_general(
+        rows_PI, matrix_EIJ, count_E, numbers, preferred_element_type=accumulation_dtype(rows_PI.dtype)
+    )
+    # Kernels may leave rows outside of all groups unwritten.
+    in_group_P = jnp.arange(rows_PI.shape[0], dtype=jnp.int32) < start_E[-1] + count_E[-1]
+    return jnp.where(in_group_P[:, None], out, 0).astype(rows_PI.dtype)
+
+
+def _ragged_accumulate(
+    left_PI: jax.Array, right_PJ: jax.Array, start_E: jax.Array, count_E: jax.Array
+) -> jax.Array:
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+    )
+    return lax.ragged_dot_general(
+        left_PI, right_PJ, count_E, numbers, preferred_element_type=accumulation_dtype(left_PI.dtype)
+    )
+
+
+def _by_platform(loops: Callable[..., jax.Array], ragged: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    # Around single products inside the VJP rules, never around the differentiated whole: the gradient of a
+    # platform choice would keep the saved values of both branches.
+    def choose(*arrays: jax.Array, **options: bool) -> jax.Array:
+        return lax.platform_dependent(*arrays, cpu=partial(loops, **options), default=partial(ragged, **options))
+
+    return choose
+
+
+_PRODUCTS: dict[Implementation, _Products] = {
+    "loops": _Products(multiply_groups, accumulate_groups),
+    "ragged": _Products(_ragged_multiply, _ragged_accumulate),
+    "auto": _Products(
+        _by_platform(multiply_groups, _ragged_multiply), _by_platform(accumulate_groups, _ragged_accumulate)
+    ),
+}
+
+
+def _gated(
+    hidden_P2F: jax.Array, weight_P: jax.Array, held_P: jax.Array, activation: Activation
+) -> jax.Array:
+    """weight * act(gate) * up in at least fp32; exactly 0 in rows that are not held here."""
+    wide = hidden_P2F.astype(accumulation_dtype(hidden_P2F.dtype))
+    width = hidden_P2F.shape[1] // 2
+    gated_PF = ACTIVATIONS[activation](wide[:, :width]) * wide[:, width:]
+    return jnp.where(held_P[:, None], gated_PF * weight_P[:, None], 0)
+
+
+def _sorted_weight(weight_TK: jax.Array, routing: Routing) -> jax.Array:
+    return _take_rows(weight_TK.reshape(-1), routing.slot_P).astype(accumulation_dtype(weight_TK.dtype))
+
+
+def _forward(
+    products: _Products, activation: Activation, x_TD, expert_TK, weight_TK, gate_up_EDC, down_EFD
+) -> tuple[jax.Array, tuple]:
+    routing = sort_by_expert(expert_TK, down_EFD.shape[0])
+    groups = routing.start_E, routing.count_E
+    hidden_P2F = products.multiply(_take_rows(x_TD, routing.token_P), gate_up_EDC, *groups)
+    hidden_P2F = checkpoint_name(hidden_P2F, "expert_hidden")
+    gated_PF = _gated(hidden_P2F, _sorted_weight(weight_TK, routing), routing.held_P, activation)
+    out_PD = products.multiply(gated_PF.astype(x_TD.dtype), down_EFD, *groups)
+    return _sum_slots(out_PD, routing.row_TK).astype(x_TD.dtype), (
+        x_TD, weight_TK, hidden_P2F, routing, gate_up_EDC, down_EFD,
+    )  # fmt: skip
+
+
+def _backward(products: _Products, activation: Activation, saved: tuple, dy_TD: jax.Array) -> tuple:
+    x_TD, weight_TK, hidden_P2F, routing, gate_up_EDC, down_EFD = saved
+    groups = routing.start_E, routing.count_E
+    weight_P = _sorted_weight(weight_TK, routing)
+    gated_PF, gated_vjp = jax.vjp(
+        lambda h, w: _gated(h, w, routing.held_P, activation), hidden_P2F, weight_P
+    )
+    dy_PD = _take_rows(dy_TD, routing.token_P)
+    ddown_EFD = products.accumulate(gated_PF.astype(x_TD.dtype), dy_PD, *groups)
+    dgated_PF = products.multiply(dy_PD, down_EFD, *groups, transposed=True)
+    dhidden_P2F, dweight_P = gated_vjp(dgated_PF.astype(gated_PF.dtype))
+    dgate_up_EDC = products.accumulate(_take_rows(x_TD, routing.token_P), dhidden_P2F, *groups)
+    dx_PD = products.multiply(dhidden_P2F, gate_up_EDC, *groups, transposed=True)
+    return (
+        _sum_slots(dx_PD, routing.row_TK).astype(x_TD.dtype),
+        None,
+        _take_rows(dweight_P, routing.row_TK).astype(weight_TK.dtype),
+        dgate_up_EDC.astype(gate_up_EDC.dtype),
+        ddown_EFD.astype(down_EFD.dtype),
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _expert_mlp(implementation: str, activation: Activation, *arrays: jax.Array) -> jax.Array:
+    return _forward(_PRODUCTS[implementation], activation, *arrays)[0]
+
+
+def _expert_mlp_forward(implementation: str, activation: Activation, *arrays: jax.Array):
+    return _forward(_PRODUCTS[implementation], activation, *arrays)
+
+
+def _expert_mlp_backward(implementation: str, activation: Activation, saved: tuple, dy_TD: jax.Array):
+    return _backward(_PRODUCTS[implementation], activation, saved, dy_TD)
+
+
+_expert_mlp.defvjp(_expert_mlp_forward, _expert_mlp_backward)
+
+
+def expert_mlp(
+    x_TD: Float[Array, "T D"],
+    expert_TK: Int[Array, "T K"],
+    weight_TK: Float[Array, "T K"],
+    gate_up_ED2F: Float[Array, "E D 2 F"],
+    down_EFD: Float[Array, "E F D"],
+    *,
+    activation: Activation = "silu",
+    implementation: Implementation = "auto",
+) -> Float[Array, "T D"]:
+    """The weighted sum over each token's experts. Index 0 of the `2` in `gate_up_ED2F` is the gate, 1 is up.
+
+    Layout: everything local, varying over the union of the inputs' axes; no axis is reduced.
+    Ids in `expert_TK` are 0 to E, E = not held here. Sums are at least fp32; the result has x's dtype.
+    """
+    num_experts, width = down_EFD.shape[:2]
+    gate_up_EDC = gate_up_ED2F.reshape(num_experts, x_TD.shape[1], 2 * width)
+    inputs = (x_TD, expert_TK.astype(jnp.int32), weight_TK, gate_up_EDC, down_EFD)
+    # One type for all: an input that is equal over an axis where others vary gets its gradient summed by the cast.
+    arrays = [vary_like(a, *inputs) for a in inputs]
+    return _expert_mlp(implementation, activation, *arrays)
+
+
+def expert_mlp_reference(
+    x_TD: Float[Array, "T D"],
+    expert_TK: Int[Array, "T K"],
+    weight_TK: Float[Array, "T K"],
+    gate_up_ED2F: Float[Array, "E D 2 F"],
+    down_EFD: Float[Array, "E F D"],
+    *,
+    activation: Activation = "silu",
+) -> Float[Array, "T D"]:
+    """The formula of `expert_mlp` with every expert computed for every token: slow, for tests."""
+    chosen_TKE = jax.nn.one_hot(expert_TK, down_EFD.shape[0], dtype=weight_TK.dtype)  # the id E is all zeros
+    weight_TE = jnp.einsum("tk,tke->te", weight_TK, chosen_TKE)
+    hidden_TE2F = jnp.einsum("td,edcf->tecf", x_TD, gate_up_ED2F)
+    gated_TEF = ACTIVATIONS[activation](hidden_TE2F[:, :, 0]) * hidden_TE2F[:, :, 1]
+    return jnp.einsum("te,tef,efd->td", weight_TE, gated_TEF, down_EFD).astype(x_TD.dtype)
