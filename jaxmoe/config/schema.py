@@ -4,9 +4,9 @@ One class per section of the YAML file. A field's docstring (the string under it
 need one field stand here as types and bounds; rules between fields stand in `check.py`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 DType = Literal["bfloat16", "float32", "float64"]
 Size = Annotated[int, Field(ge=1)]
@@ -14,6 +14,21 @@ Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
+
+
+def _list_to_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _refuse_bool(value: Any) -> Any:
+    """Python counts True as 1, so pydantic takes it for a literal 1."""
+    if isinstance(value, bool):
+        raise ValueError("true and false are no numbers")
+    return value
+
+
+Flags = Annotated[tuple[Annotated[Literal[0, 1], BeforeValidator(_refuse_bool)], ...], BeforeValidator(_list_to_tuple)]
+"""A list of 0 and 1; YAML has lists, a frozen section holds tuples."""
 
 
 class Section(BaseModel):
@@ -113,7 +128,7 @@ class Moe(Section):
     """Multiply the shared experts' output by sigmoid(x . w), one gate per token."""
     num_dense_layers: Count = 0
     """Leading layers that have a dense MLP in place of experts."""
-    layer_pattern: int | tuple[Literal[0, 1], ...] = 1
+    layer_pattern: Size | Flags = 1
     """Which layers after the leading dense ones are MoE: every n-th from the first, or a list of 0 and 1."""
     router: Router = Router()
 
@@ -152,7 +167,7 @@ class Parallel(Section):
     sp: Size = 1
     tp: Size = 1
     pp: Size = 1
-    zero: Literal[0, 1, 3] = 1
+    zero: Annotated[Literal[0, 1, 3], BeforeValidator(_refuse_bool)] = 1
     """0: state replicated over data axes. 1: optimiser state and master weights sharded, gathered once per step.
     3: weights gathered layer by layer (FSDP)."""
     experts_over: Literal["ep_tp", "ep"] = "ep_tp"

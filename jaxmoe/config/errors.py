@@ -1,0 +1,86 @@
+"""Errors that a user can mend, and how a command shows them. Does not import jax."""
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+USER_ERROR_EXIT_CODE = 2
+_LONGEST_VALUE = 80
+
+
+class UserError(ValueError):
+    """Something the user can mend: wrong config, broken data, a checkpoint of another model.
+
+    Its text is shown to the user as it is, without a traceback: say the place, the value, the rule and a fix.
+    """
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+
+#: The value of a problem about a key that is not there.
+ABSENT: Final = _Absent()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One broken rule: `path=value: rule; fix`."""
+
+    path: str
+    value: object
+    rule: str
+    fix: str
+
+    def __str__(self) -> str:
+        place = self.path if self.value is ABSENT else f"{self.path}={show_value(self.value)}"
+        return f"{place}: {self.rule}; {self.fix}"
+
+
+class ConfigError(UserError):
+    """All problems of one configuration."""
+
+    def __init__(self, problems: Sequence[Problem], source: str | None = None):
+        assert problems, "an error needs a problem"
+        self.problems = tuple(problems)
+        self.source = source
+        super().__init__(self.problems, source)
+
+    def __str__(self) -> str:
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        head = f"{count} in {self.source or 'the configuration'}:"
+        return "\n".join([head, *(f"  {problem}" for problem in self.problems)])
+
+
+def show_value(value: object) -> str:
+    """The value as a user would write it in YAML, shortened."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
+    if isinstance(value, Mapping):
+        text = "{" + ", ".join(f"{key}: {show_value(item)}" for key, item in value.items()) + "}"
+    elif isinstance(value, list | tuple):
+        text = "[" + ", ".join(show_value(item) for item in value) + "]"
+    else:
+        text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+@contextmanager
+def fail_on_user_error() -> Iterator[None]:
+    """For commands: ends the process with exit code 2 and the message on stderr when a `UserError` comes out.
+
+    Context manager and decorator. Any other exception passes through: it is a bug and keeps its traceback.
+    """
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(USER_ERROR_EXIT_CODE) from None

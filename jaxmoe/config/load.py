@@ -1,0 +1,162 @@
+"""YAML file and dotted overrides -> a checked Config, and back. Does not import jax.
+
+A file may name others to start from: `base: model.yaml` or `base: [model.yaml, mesh.yaml]`, paths relative to the
+file. Sections are merged key by key, later over earlier, the file itself last; any other value is replaced, so a
+`null` removes an optional section.
+"""
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+
+from jaxmoe.config.check import check, check_files
+from jaxmoe.config.errors import ABSENT, ConfigError, Problem
+from jaxmoe.config.partial import readable_part
+from jaxmoe.config.paths import missing_path_fix
+from jaxmoe.config.schema import Config
+from jaxmoe.config.schema_problems import schema_problems
+from jaxmoe.config.yaml_io import dump_yaml, parse_yaml
+
+BASE_KEY = "base"
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, require_files: bool = False) -> Config:
+    """The checked config of a YAML file, with overrides like `"parallel.tp=2"` laid over it.
+
+    `require_files` also checks that the files and folders it names are there, as training needs; without it a
+    config can be planned or verified on a machine that does not hold the data.
+
+    Raises: ConfigError with every problem found.
+    """
+    return config_from_dict(read_tree(path), overrides, source=str(path), require_files=require_files)
+
+
+def config_from_dict(
+    data: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    source: str | None = None,
+    require_files: bool = False,
+) -> Config:
+    """The checked config of a tree of plain dicts. `source` names it in errors.
+
+    Raises: ConfigError with every problem found: of the overrides, of single fields and, as far as the fields can be
+        read, between fields.
+    """
+    tree, problems = apply_overrides(data, overrides)
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        found = schema_problems(error, tree)
+        view = readable_part(tree, found.unreadable)
+        problems += [*found.problems, *check(view)]
+        if require_files:
+            problems += check_files(view)
+        raise ConfigError(problems, source) from None
+    problems += check(config)
+    if require_files:
+        problems += check_files(config)
+    if problems:
+        raise ConfigError(problems, source)
+    return config
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """The whole tree as plain dicts, lists and scalars, defaults included; `config_from_dict` reads it back equal."""
+    return config.model_dump(mode="json")
+
+
+def save_config(config: Config, path: str | os.PathLike[str]) -> None:
+    """Writes the resolved config as YAML, whole or not at all."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
+    ) as file:
+        try:
+            file.write(dump_yaml(config_to_dict(config)))
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, target)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+def read_tree(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The file's tree with its bases merged in, unchecked.
+
+    Raises: ConfigError when a file is missing, unreadable, no mapping, or its own base.
+    """
+    return _read_with_bases(Path(path), ())
+
+
+def _read_with_bases(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
+    resolved = path.resolve()
+    if resolved in children:
+        chain = " -> ".join(str(item) for item in (*children, resolved))
+        _refuse(path, f"is its own base: {chain}", "remove one `base`")
+    tree = _read_mapping(path)
+    bases = tree.pop(BASE_KEY, [])
+    names = [bases] if isinstance(bases, str) else bases
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        problem = Problem(BASE_KEY, bases, "must be a file name or a list of file names", f"write `{BASE_KEY}: x.yaml`")
+        raise ConfigError([problem], str(path))
+    merged: dict[str, Any] = {}
+    for name in names:
+        merged = merge_trees(merged, _read_with_bases(path.parent / name, (*children, resolved)))
+    return merge_trees(merged, tree)
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        _refuse(path, "is a folder, not a file" if path.is_dir() else "no such file", missing_path_fix(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        _refuse(path, f"is not UTF-8 text (byte {error.start})", "save it as UTF-8")
+    except OSError as error:
+        _refuse(path, f"cannot be read: {error.strerror}", "check its permissions")
+    tree = parse_yaml(text, str(path))
+    if not isinstance(tree, dict):
+        what = "is empty" if tree is None else "holds no sections"
+        _refuse(path, what, "write sections such as `model:`, `batch:`, `data:`, `run:`")
+    return tree
+
+
+def _refuse(path: Path, rule: str, fix: str) -> NoReturn:
+    raise ConfigError([Problem(str(path), ABSENT, rule, fix)], str(path)) from None
+
+
+def merge_trees(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both trees; where both have a section its keys are merged, else `above` wins."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = merge_trees(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
+    """The tree with `a.b.c=value` laid over it (value in YAML, missing sections made), and what was wrong with them."""
+    tree = merge_trees({}, data)
+    problems: list[Problem] = []
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        keys = name.strip().split(".")
+        if not equals or not all(key.strip() == key and key for key in keys):
+            problems.append(Problem(override, ABSENT, "is no override", "write section.key=value, such as run.steps=20"))
+            continue
+        try:
+            value = parse_yaml(text, f"override {name}")
+        except ConfigError as error:
+            problems.extend(error.problems)
+            continue
+        for key in reversed(keys):
+            value = {key: value}
+        tree = merge_trees(tree, value)
+    return tree, problems
