@@ -38,7 +38,8 @@ class MetricRule:
             wrong = [axis for axis in as_tuple(axes) if axis not in AXES or axis == PP]
             if wrong:
                 raise MetricError(
-                    f"MetricRule.{field}={as_tuple(axes)}: {wrong} must be among {AXES[1:]}; every metric is summed over {PP} first"
+                    f"MetricRule.{field}={as_tuple(axes)}: {wrong} must be among {AXES[1:]}; "
+                    f"every metric is summed over {PP} first, without being told"
                 )
         object.__setattr__(self, "needs_dp_avg", needs_dp_avg)
         both = [axis for axis in self.reduce_axes if axis in self.avg_axes]

@@ -11,9 +11,10 @@ rematerialised forward pass returns is returned once. A model's tracker is part 
     tracker = tracker.clear()
 """
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -184,7 +185,9 @@ class MoEMetricsTracker:
             raise MetricError(f"metric {name!r}: values of shape {values_L.shape} must have shape ({slots},)")
         return self._add(name, values_L, lambda old, new: old + new)
 
-    def _add(self, name: str, value: jax.Array, add) -> "MoEMetricsTracker":
+    def _add(
+        self, name: str, value: jax.Array, add: Callable[[jax.Array, jax.Array], jax.Array]
+    ) -> "MoEMetricsTracker":
         if name in self.synced:
             raise MetricError(f"metric {name!r} is synced and takes no values; clear() it first")
         old, rule = self.values[name], self.rule(name)
@@ -328,7 +331,7 @@ class TrackerHolder:
         """`MoEMetricsTracker.clear` in place."""
         self.tracker = self.tracker.clear(names)
 
-    def report(self, loss_scale: float, iteration: int, *, track_names: Names = None, **options) -> str:
+    def report(self, loss_scale: float, iteration: int, *, track_names: Names = None, **options: Any) -> str:
         """`MoEMetricsTracker.report` after a sync, then a clear of the reported metrics; same options."""
         chosen = self.tracker._known(track_names)
         self.sync([name for name in chosen if name not in self.tracker.synced])

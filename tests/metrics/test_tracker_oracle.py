@@ -89,6 +89,7 @@ def test_reduction_cases_hold_on_the_oracles_own_mesh_of_48_ranks():
         capture_output=True,
         text=True,
         timeout=300,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     assert "48 ranks agree" in run.stdout
