@@ -215,9 +215,11 @@ class Optimizer(Section):
 
 class Tokenizer(Section):
     kind: Literal["bytes", "bpe", "file"] = "bytes"
-    """bytes: one token a byte. bpe: byte-level BPE trained on the training text at first use. file: a tokenizer.json."""
+    """bytes: one token a byte. bpe: byte-level BPE trained on the training text at first use. file: tokenizer.json."""
     path: str | None = None
     """file only."""
+    eos_token: str | None = None
+    """file only: the token that ends a document; from tokenizer_config.json beside the file where not given."""
     vocab_size: Size | None = None
     """bpe only; `model.vocab_size` where not given."""
 
@@ -239,7 +241,7 @@ class Data(Section):
     validation: Source | None = None
     tokenizer: Tokenizer = Tokenizer()
     packing: Literal["split", "best_fit"] = "split"
-    """split: documents joined and cut into rows, none lost. best_fit: whole documents where they fit, the rest padding."""
+    """split: documents joined and cut into rows, none lost. best_fit: whole documents where they fit, then padding."""
     shuffle: bool = True
     cache_dir: str = "cache"
     prefetch: Count = 2

@@ -138,7 +138,8 @@ def make_plan(packing: str, lengths: np.ndarray, seq_len: int, *, seed: int | No
 
 def best_fit_decreasing(pieces: list[tuple[int, int, int]], room: int) -> list[list[tuple[int, int, int]]]:
     """Rows of pieces (document, start, length) that fit into `room` each: longest piece first, into the fullest row
-    that can take it, else into a new row. Rows stand in the order in which they were opened; equal pieces in the order given."""
+    that can take it, else into a new row. Rows stand in the order in which they were opened; equal pieces in the order
+    given."""
     rows: list[list[tuple[int, int, int]]] = []
     open_rows: list[tuple[int, int]] = []  # (room left, row), sorted
     for piece in sorted(pieces, key=lambda piece: -piece[2]):
