@@ -44,7 +44,7 @@ class Problem:
 class ConfigError(UserError):
     """All problems of one configuration."""
 
-    def __init__(self, problems: Sequence[Problem], source: str | None = None):
+    def __init__(self, problems: Sequence[Problem], source: str | None = None) -> None:
         assert problems, "an error needs a problem"
         self.problems = tuple(problems)
         self.source = source

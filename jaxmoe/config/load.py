@@ -149,7 +149,7 @@ def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> tuple[
         name, equals, text = override.partition("=")
         keys = name.strip().split(".")
         if not equals or not all(key.strip() == key and key for key in keys):
-            problems.append(Problem(override, ABSENT, "is no override", "write section.key=value, such as run.steps=20"))
+            problems.append(Problem(override, ABSENT, "is no override", "write section.key=value, as in run.steps=20"))
             continue
         try:
             value = parse_yaml(text, f"override {name}")

@@ -14,7 +14,7 @@ class UnreadableFieldError(Exception):
 class _PartialSection:
     """Answers like a section; a field with a problem raises `UnreadableFieldError`."""
 
-    def __init__(self, section: type[Section], data: Mapping[str, Any], path: str, unreadable: frozenset[str]):
+    def __init__(self, section: type[Section], data: Mapping[str, Any], path: str, unreadable: frozenset[str]) -> None:
         self._section, self._data, self._path, self._unreadable = section, data, path, unreadable
 
     def __getattr__(self, name: str) -> Any:

@@ -117,7 +117,7 @@ def _missing(path: str, field: FieldInfo) -> Problem:
 def _suggestions(path: str, parent: type[Section]) -> list[str]:
     """Paths that an unknown key may have meant, likeliest first."""
     above, _, name = path.rpartition(".")
-    near = [dotted(above, key) for key in difflib.get_close_matches(name, parent.model_fields, n=2, cutoff=0.7)]
+    near = [dotted(above, key) for key in difflib.get_close_matches(name, parent.model_fields, n=2, cutoff=0.6)]
     same = [known for known in all_paths() if known.rpartition(".")[2] == name]
     other = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else []
     found = list(dict.fromkeys([*near, *other, *same]))
@@ -144,8 +144,7 @@ def _value_fix(value: Any, field: FieldInfo) -> str:
             return f"write {show_value(near)}"
     if not field.is_required():
         default = field.get_default(call_default_factory=True)
-        shown = "leave the key out" if isinstance(default, Section) else f"the default is {show_value(default)}"
-        return shown
+        return "leave the key out" if isinstance(default, Section) else f"the default is {show_value(default)}"
     section = section_class(field.annotation)
     if section:
         required = [key for key, inner in section.model_fields.items() if inner.is_required()]
@@ -193,9 +192,7 @@ def _as_number(value: Any) -> int | float | None:
 def _into_limits(number: int | float, bounds: list[Any]) -> int | float | None:
     """The number moved to the nearest inclusive limit; None past an exclusive one, which has no nearest value."""
     for sign, limit in limits_of(bounds):
-        if sign == ">=" and number < limit:
-            number = limit
-        elif sign == "<=" and number > limit:
+        if (sign == ">=" and number < limit) or (sign == "<=" and number > limit):
             number = limit
         elif (sign == ">" and number <= limit) or (sign == "<" and number >= limit):
             return None

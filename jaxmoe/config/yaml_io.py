@@ -5,14 +5,15 @@ one table of scalars here, so a text that looks like a number is written in quot
 """
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
 from jaxmoe.config.errors import ABSENT, ConfigError, Problem
 
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
-_FLOAT = rf"[-+]?(?:{_DIGITS}(?:\.(?:{_DIGITS})?)?|\.{_DIGITS})(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+_FINITE = rf"[-+]?(?:{_DIGITS}(?:\.(?:{_DIGITS})?)?|\.{_DIGITS})(?:[eE][-+]?[0-9]+)?"
+_FLOAT = rf"{_FINITE}|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 #: (tag, pattern, possible first characters); the first that matches decides, so int stands before float.
 _SCALARS = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -24,7 +25,7 @@ _SCALARS = (
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, Any] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
     def get_single_data(self) -> Any:
         node = self.get_single_node()
@@ -35,7 +36,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    yaml_implicit_resolvers: dict[str, Any] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -86,7 +87,7 @@ def parse_yaml(text: str, source: str) -> Any:
     Raises: ConfigError with source, line and column when the text is not YAML, or has a key twice.
     """
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
