@@ -33,12 +33,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.kernels.grouped_matmul import (
-    SPARE_ROWS,
-    accumulate_groups,
-    accumulation_dtype,
-    multiply_groups,
-)
+from jaxmoe.kernels.grouped_matmul import accumulate_groups, accumulation_dtype, multiply_groups, row_chunks
 from jaxmoe.spmd.collectives import vary_like
 
 Activation = Literal["silu", "gelu"]
@@ -70,7 +65,7 @@ def sort_by_expert(expert_TK: Int[Array, "T K"], num_experts: int) -> Routing:
     expert_A, order_A = lax.sort((expert_TK.reshape(-1), slot_A), num_keys=1, is_stable=True)
     row_A = jnp.zeros_like(slot_A).at[order_A].set(slot_A, unique_indices=True)
     bound_E = jnp.searchsorted(expert_A, jnp.arange(num_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
-    slot_P = jnp.pad(order_A, (0, SPARE_ROWS))
+    slot_P = jnp.pad(order_A, (0, row_chunks(num_assignments, num_experts)[-1]))
     return Routing(
         token_P=slot_P // num_slots,
         slot_P=slot_P,
@@ -97,10 +92,22 @@ class _Products(NamedTuple):
     multiply: Callable[..., jax.Array]
     accumulate: Callable[..., jax.Array]
 
+    def of(self, routing: Routing) -> "_Products":
+        """The same with the groups of `routing` filled in."""
+        chunks = row_chunks(routing.row_TK.size, routing.count_E.shape[0])
+        return _Products(*(partial(_call_grouped, f, routing, chunks) for f in self))
+
+
+def _call_grouped(
+    product: Callable, routing: Routing, chunks: tuple[int, ...], *arrays: jax.Array, **options
+) -> jax.Array:
+    return product(*arrays, routing.start_E, routing.count_E, chunks=chunks, **options)
+
 
 def _ragged_multiply(
-    rows_PI: jax.Array, matrix_EIJ: jax.Array, start_E: jax.Array, count_E: jax.Array, *, transposed: bool = False
+    rows_PI: jax.Array, matrix_EIJ: jax.Array, start_E: jax.Array, count_E: jax.Array, *, chunks, transposed=False
 ) -> jax.Array:
+    del chunks
     numbers = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2 if transposed else 1,)), ((), ())),
         lhs_ragged_dimensions=[0],
@@ -115,8 +122,9 @@ def _ragged_multiply(
 
 
 def _ragged_accumulate(
-    left_PI: jax.Array, right_PJ: jax.Array, start_E: jax.Array, count_E: jax.Array
+    left_PI: jax.Array, right_PJ: jax.Array, start_E: jax.Array, count_E: jax.Array, *, chunks
 ) -> jax.Array:
+    del start_E, chunks
     numbers = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )
@@ -128,7 +136,7 @@ def _ragged_accumulate(
 def _by_platform(loops: Callable[..., jax.Array], ragged: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     # Around single products inside the VJP rules, never around the differentiated whole: the gradient of a
     # platform choice would keep the saved values of both branches.
-    def choose(*arrays: jax.Array, **options: bool) -> jax.Array:
+    def choose(*arrays: jax.Array, **options) -> jax.Array:
         return lax.platform_dependent(*arrays, cpu=partial(loops, **options), default=partial(ragged, **options))
 
     return choose
@@ -161,11 +169,11 @@ def _forward(
     products: _Products, activation: Activation, x_TD, expert_TK, weight_TK, gate_up_EDC, down_EFD
 ) -> tuple[jax.Array, tuple]:
     routing = sort_by_expert(expert_TK, down_EFD.shape[0])
-    groups = routing.start_E, routing.count_E
-    hidden_P2F = products.multiply(_take_rows(x_TD, routing.token_P), gate_up_EDC, *groups)
+    products = products.of(routing)
+    hidden_P2F = products.multiply(_take_rows(x_TD, routing.token_P), gate_up_EDC)
     hidden_P2F = checkpoint_name(hidden_P2F, "expert_hidden")
     gated_PF = _gated(hidden_P2F, _sorted_weight(weight_TK, routing), routing.held_P, activation)
-    out_PD = products.multiply(gated_PF.astype(x_TD.dtype), down_EFD, *groups)
+    out_PD = products.multiply(gated_PF.astype(x_TD.dtype), down_EFD)
     return _sum_slots(out_PD, routing.row_TK).astype(x_TD.dtype), (
         x_TD, weight_TK, hidden_P2F, routing, gate_up_EDC, down_EFD,
     )  # fmt: skip
@@ -173,17 +181,17 @@ def _forward(
 
 def _backward(products: _Products, activation: Activation, saved: tuple, dy_TD: jax.Array) -> tuple:
     x_TD, weight_TK, hidden_P2F, routing, gate_up_EDC, down_EFD = saved
-    groups = routing.start_E, routing.count_E
+    products = products.of(routing)
     weight_P = _sorted_weight(weight_TK, routing)
     gated_PF, gated_vjp = jax.vjp(
         lambda h, w: _gated(h, w, routing.held_P, activation), hidden_P2F, weight_P
     )
     dy_PD = _take_rows(dy_TD, routing.token_P)
-    ddown_EFD = products.accumulate(gated_PF.astype(x_TD.dtype), dy_PD, *groups)
-    dgated_PF = products.multiply(dy_PD, down_EFD, *groups, transposed=True)
+    ddown_EFD = products.accumulate(gated_PF.astype(x_TD.dtype), dy_PD)
+    dgated_PF = products.multiply(dy_PD, down_EFD, transposed=True)
     dhidden_P2F, dweight_P = gated_vjp(dgated_PF.astype(gated_PF.dtype))
-    dgate_up_EDC = products.accumulate(_take_rows(x_TD, routing.token_P), dhidden_P2F, *groups)
-    dx_PD = products.multiply(dhidden_P2F, gate_up_EDC, *groups, transposed=True)
+    dgate_up_EDC = products.accumulate(_take_rows(x_TD, routing.token_P), dhidden_P2F)
+    dx_PD = products.multiply(dhidden_P2F, gate_up_EDC, transposed=True)
     return (
         _sum_slots(dx_PD, routing.row_TK).astype(x_TD.dtype),
         None,

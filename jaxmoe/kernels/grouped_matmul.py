@@ -1,13 +1,14 @@
 """Products of row groups with one matrix each, as loops over experts: the CPU half of `expert_mlp`.
 
-Letters here: A assignments sorted by expert, P the same plus `ROW_CHUNKS[-1]` spare rows, I and J inner and
-outer width of a product. Group e is the rows `start_E[e] : start_E[e] + count_E[e]`, groups ascending and dense.
+Letters here: A assignments sorted by expert, P the same plus spare rows, I and J inner and outer width of a
+product. Group e is the rows `start_E[e] : start_E[e] + count_E[e]`, groups ascending and dense.
 
 Why loops and not `lax.ragged_dot`: on CPU that lowers to E masked dense products (measured 0.02 of the matmul
-ceiling at E=32, against 0.6 to 0.9 here). Inside a group the rows go in chunks of decreasing static size, full
-chunks while they fit. The last, smallest one may run over the end of its group: in `multiply_groups` the rows it
-spoils belong to later groups, which are written later, so nothing is padded and nothing masked; only
-`accumulate_groups` masks that one chunk. Only products stand inside the loops: XLA:CPU runs element-wise work
+ceiling at E=32, against 0.6 to 0.9 here). Inside a group the rows go in chunks of decreasing static size. A
+chunk may run over the end of its group by less than the smallest size: in `multiply_groups` the rows it spoils
+belong to later groups, which are written later, so nothing is padded and nothing masked; `accumulate_groups`
+masks while it copies the chunk. Letting every size run over, not the smallest alone, gave 10 % (one product of
+512 rows instead of 256 + 128 + 64 + 64). Only products stand inside the loops: XLA:CPU runs element-wise work
 in a `while` body on one thread. No `switch` or `cond`: they copy the buffers they touch.
 """
 
@@ -20,11 +21,17 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.spmd.collectives import vary_like
 
-#: Rows of a product inside a group. The smallest bounds the wasted rows, the largest the loop overhead.
-ROW_CHUNKS = (512, 256, 128, 64)
+#: Rows of a product inside a group. Sizes in between cost compile time and bring little.
+_LARGE_CHUNKS = (2048, 512, 256, 128, 64, 32)
 
-#: Rows that sorted arrays carry beyond the last assignment, so that no chunk leaves the array.
-SPARE_ROWS = ROW_CHUNKS[-1]
+#: (mean rows of a group, smallest chunk): the smallest bounds the wasted rows, but runs at a lower rate.
+_SMALLEST = ((256, 64), (64, 32), (0, 16))
+
+
+def row_chunks(num_rows: int, num_groups: int) -> tuple[int, ...]:
+    """Static chunk sizes, decreasing, for `num_rows` sorted rows in `num_groups` groups."""
+    smallest = next(size for mean, size in _SMALLEST if num_rows >= mean * num_groups)
+    return (*(size for size in _LARGE_CHUNKS if smallest < size <= num_rows), smallest)
 
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
@@ -33,12 +40,15 @@ def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def _over_chunks(
-    row: jax.Array, end: jax.Array, carry: jax.Array, body: Callable[[jax.Array, jax.Array, int], jax.Array]
+    chunks: tuple[int, ...],
+    row: jax.Array,
+    end: jax.Array,
+    carry: jax.Array,
+    body: Callable[[jax.Array, jax.Array, int], jax.Array],
 ) -> jax.Array:
-    """`body(carry, row, size)` for chunks that cover rows `row` to `end`; the last may reach beyond `end`."""
-    for size in ROW_CHUNKS:
-        # The smallest chunk goes on while a single row is left, the others only while they fit.
-        least = 1 if size == ROW_CHUNKS[-1] else size
+    """`body(carry, row, size)` for chunks that cover `row` to `end` and less than `chunks[-1]` rows beyond."""
+    for size in chunks:
+        least = size - chunks[-1] + 1
 
         def step(state: tuple[jax.Array, jax.Array], size: int = size) -> tuple[jax.Array, jax.Array]:
             return state[0] + size, body(state[1], state[0], size)
@@ -57,6 +67,7 @@ def multiply_groups(
     start_E: Int[Array, "E"],
     count_E: Int[Array, "E"],
     *,
+    chunks: tuple[int, ...],
     transposed: bool = False,
 ) -> Float[Array, "P J"]:
     """Row r of group e times `matrix_EIJ[e]` (`transposed`: the matrices are given as [E, J, I]).
@@ -77,7 +88,7 @@ def multiply_groups(
             )
             return lax.dynamic_update_slice_in_dim(out_PJ, product.astype(out_PJ.dtype), row, 0)
 
-        return _over_chunks(start_E[e], start_E[e] + count_E[e], out_PJ, chunk)
+        return _over_chunks(chunks, start_E[e], start_E[e] + count_E[e], out_PJ, chunk)
 
     return lax.fori_loop(0, matrix_EIJ.shape[0], of_expert, out_PJ)
 
@@ -87,6 +98,8 @@ def accumulate_groups(
     right_PJ: Float[Array, "P J"],
     start_E: Int[Array, "E"],
     count_E: Int[Array, "E"],
+    *,
+    chunks: tuple[int, ...],
 ) -> Float[Array, "E I J"]:
     """Sum over the rows r of group e of the outer products of `left[r]` and `right[r]`: a weight gradient.
 
@@ -101,14 +114,13 @@ def accumulate_groups(
         end = start_E[e] + count_E[e]
 
         def chunk(sum_IJ: jax.Array, row: jax.Array, size: int) -> jax.Array:
-            left = _rows(left_PI, row, size)
-            if size == ROW_CHUNKS[-1]:
-                left = jnp.where((row + jnp.arange(size, dtype=row.dtype) < end)[:, None], left, 0)
+            in_group = row + jnp.arange(size, dtype=row.dtype) < end
+            left = jnp.where(in_group[:, None], _rows(left_PI, row, size), 0)
             product = lax.dot_general(
                 left, _rows(right_PJ, row, size), (((0,), (0,)), ((), ())), preferred_element_type=acc
             )
             return sum_IJ + product
 
-        return lax.dynamic_update_index_in_dim(out_EIJ, _over_chunks(start_E[e], end, zero_IJ, chunk), e, 0)
+        return lax.dynamic_update_index_in_dim(out_EIJ, _over_chunks(chunks, start_E[e], end, zero_IJ, chunk), e, 0)
 
     return lax.fori_loop(0, shape[0], of_expert, out_EIJ)
