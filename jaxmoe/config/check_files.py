@@ -10,6 +10,9 @@ from jaxmoe.config.errors import Problem
 from jaxmoe.config.paths import missing_path_fix
 from jaxmoe.config.schema import Config, Source
 
+#: What a folder is searched for; `data/sources.py` reads the same files.
+_ENDINGS = {"txt": (".txt",), "jsonl": (".jsonl", ".jsonl.gz"), "parquet": (".parquet",)}
+
 
 def _train_texts(config: Config) -> Iterator[Problem]:
     yield from _texts("data.train", config.data.train)
@@ -30,10 +33,11 @@ def _texts(name: str, source: Source) -> Iterator[Problem]:
         return  # reported by check_run
     path = Path(source.path)
     if path.is_dir():
-        files = [item for item in path.rglob(f"*.{source.kind}") if item.is_file()]
+        endings = _ENDINGS[source.kind]
+        files = [item for item in path.rglob("*") if item.name.endswith(endings) and item.is_file()]
         if not files:
-            rule = f"the folder holds no .{source.kind} file"
-            yield Problem(f"{name}.path", source.path, rule, f"add one, or correct {name}.kind")
+            rule = f"no {' or '.join(endings)} file in this folder or below it"
+            yield Problem(f"{name}.path", source.path, rule, f"add one, or correct {name}.kind={source.kind}")
         elif not any(item.stat().st_size for item in files):
             fix = "name a folder with text"
             yield Problem(f"{name}.path", source.path, f"all its {len(files)} .{source.kind} files are empty", fix)

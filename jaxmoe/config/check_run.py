@@ -6,7 +6,8 @@ from jaxmoe.config.check_model import Rule
 from jaxmoe.config.errors import ABSENT, Problem
 from jaxmoe.config.schema import Config, Source
 
-NUM_BYTES = 256
+#: 256 bytes and the token that ends a document.
+SMALLEST_VOCABULARY = 257
 _FIRST_SPEECH = 1790
 _SCHEDULE = "optimizer.schedule"
 _TOKENIZER = "data.tokenizer"
@@ -48,24 +49,24 @@ def _tokenizer(config: Config) -> Iterator[Problem]:
     tokenizer, model_size = config.data.tokenizer, config.model.vocab_size
     if tokenizer.kind == "file" and not tokenizer.path:
         yield Problem(f"{_TOKENIZER}.path", tokenizer.path, "is needed with kind=file", "name a tokenizer.json")
-    if tokenizer.kind != "file" and tokenizer.path is not None:
-        rule = f"is for kind=file only, and {_TOKENIZER}.kind={tokenizer.kind}"
-        yield Problem(f"{_TOKENIZER}.path", tokenizer.path, rule, "remove it, or use kind: file")
-    if tokenizer.kind != "bpe" and tokenizer.vocab_size is not None:
-        rule = f"is for kind=bpe only, and {_TOKENIZER}.kind={tokenizer.kind}"
-        yield Problem(f"{_TOKENIZER}.vocab_size", tokenizer.vocab_size, rule, "remove it, or use kind: bpe")
+    for name, kind in (("path", "file"), ("eos_token", "file"), ("vocab_size", "bpe")):
+        value = getattr(tokenizer, name)
+        if value is not None and tokenizer.kind != kind:
+            rule = f"is for kind={kind} only, and {_TOKENIZER}.kind={tokenizer.kind}"
+            yield Problem(f"{_TOKENIZER}.{name}", value, rule, f"remove it, or use kind: {kind}")
     if tokenizer.kind == "file":
         return
-    if model_size < NUM_BYTES:
-        rule = f"must be at least {NUM_BYTES}, one id a byte ({_TOKENIZER}.kind={tokenizer.kind})"
-        yield Problem("model.vocab_size", model_size, rule, f"use {NUM_BYTES} or more")
+    if model_size < SMALLEST_VOCABULARY:
+        needed = f"{SMALLEST_VOCABULARY} (256 bytes, end of document)"
+        rule = f"must be at least {needed} with {_TOKENIZER}.kind={tokenizer.kind}"
+        yield Problem("model.vocab_size", model_size, rule, f"use {SMALLEST_VOCABULARY} or more")
     elif tokenizer.kind == "bpe" and tokenizer.vocab_size is not None:
         yield from _bpe_size(tokenizer.vocab_size, model_size)
 
 
 def _bpe_size(size: int, model_size: int) -> Iterator[Problem]:
-    if size < NUM_BYTES:
-        rule = f"must be at least {NUM_BYTES}, one id a byte"
+    if size < SMALLEST_VOCABULARY:
+        rule = f"must be at least {SMALLEST_VOCABULARY} (256 bytes, end of document)"
         yield Problem(f"{_TOKENIZER}.vocab_size", size, rule, f"use {model_size}, the size of the model's")
     elif size > model_size:
         rule = f"must be at most model.vocab_size={model_size}"
