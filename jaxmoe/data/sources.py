@@ -58,10 +58,22 @@ class Documents:
         return sum(file.stat().st_size for file in self.files)
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the texts. Raises: UserError with the file (and line or row) of what cannot be read."""
+        """Yields the texts.
+
+        Raises: UserError with the file (and line or row) of what cannot be read, or when there was no text at all.
+        """
+        is_empty = True
         read = {"jsonl": self._read_jsonl, "parquet": self._read_parquet}.get(self.source.kind, self._read_text)
         for file in self.files:
-            yield from (text for text in read(file) if text)
+            for text in read(file):
+                if text:
+                    is_empty = False
+                    yield text
+        if is_empty:
+            where = self.source.path or self.source.kind
+            raise UserError(
+                f"{self.section}: no text in {where}: every document is empty, or there is none; give files with text"
+            )
 
     def _read_text(self, file: Path) -> Iterator[str]:
         with _open(file, self.section) as stream:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxmoe.config.errors import UserError
 from jaxmoe.data.cache import cached_folder, fingerprint
 from jaxmoe.data.sources import Documents
 from jaxmoe.data.tokenizer import Tokenizer
@@ -95,9 +94,6 @@ def _tokenise(documents: Documents, tokenizer: Tokenizer, dtype: np.dtype, folde
             if time.monotonic() >= next_log:
                 next_log = time.monotonic() + _LOG_SECONDS
                 _log.info("tokenising %s: %.1f MB, %d documents", documents.section, num_bytes / 1e6, len(offsets) - 1)
-    if len(offsets) == 1:
-        where = documents.source.path or documents.source.kind
-        raise UserError(f"{documents.section}: no text in {where}: every document is empty or there is none; add text")
     np.save(folder / "offsets.npy", np.array(offsets, np.int64))
     _log.info(
         "tokenised %s in %.1f s: %d documents, %.1f MB of text, %d tokens",

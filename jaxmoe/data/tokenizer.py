@@ -202,8 +202,6 @@ def _first_texts(training: Documents) -> Iterator[str]:
         if num_bytes >= BPE_TRAINING_BYTES:
             _log.info("the BPE learns from the first %d bytes of %s", num_bytes, training.section)
             return
-    if num_bytes == 0:
-        raise UserError(f"{training.section}: no text: every document is empty")
 
 
 def _from_file(settings: schema.Tokenizer) -> SubwordTokenizer:
