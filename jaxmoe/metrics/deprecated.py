@@ -72,7 +72,7 @@ def save_to_aux_losses_tracker(
     get_moe_metrics_tracker().record(name, loss, layer_number, num_layers, rule=rule)
 
 
-def reduce_aux_losses_tracker_across_ranks(track_names: Names = None, pg_collection: None = None) -> None:
+def reduce_aux_losses_tracker_across_ranks(track_names: Names = None, pg_collection: object = None) -> None:
     """`sync` of the named metrics, inside shard_map."""
     _warn("reduce_aux_losses_tracker_across_ranks", "MoEMetricsTracker.sync")
     _no_groups(pg_collection)
@@ -112,7 +112,7 @@ def track_moe_metrics(  # noqa: PLR0913 - the signature is Megatron-Core's
     num_layers: int | None = None,
     moe_layer_freq: int | Sequence[int] | None = None,
     mtp_num_layers: int | None = None,
-    pg_collection: None = None,
+    pg_collection: object = None,
     num_moe_layers: int | None = None,
 ) -> str:
     """`report` of the default tracker.

@@ -30,7 +30,7 @@ class Recorder:
         self.calls.append((step, dict(scalars), dict(per_layer)))
 
 
-def make(names="x", slots=4, owning=2, rule=SUM_OF_PARTS, **options):
+def make(names="x", slots=4, owning: int | dict[str, int] | None = 2, rule=SUM_OF_PARTS, **options):
     return MoEMetricsTracker.create(dict.fromkeys(names.split(), rule), slots, owning, **options)
 
 

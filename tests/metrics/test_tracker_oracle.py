@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -18,7 +19,8 @@ from tests.golden.oracle_io import load_function
 ORACLE = Path(__file__).parents[1] / "golden" / "oracle"
 REDUCTION_CFG, _, REDUCTION = load_function(ORACLE / "metrics_reduction.npz")
 ROUTER_CFG, _, ROUTER = load_function(ORACLE / "metrics_from_router.npz")
-TOLERANCE = {"rtol": 1e-12, "atol": 1e-13}  # float64, some hundred terms of order one
+# float64, some hundred terms of order one
+assert_close = partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-13)
 
 # Every wide axis of the oracle's 3 x 2 x 2 x 2 x 2 ranks occurs, in pairs and triples that 8 devices hold.
 SMALL_MESHES = [(1, 1, 1, 1, 1), (3, 2, 1, 1, 1), (3, 1, 1, 1, 2), (1, 2, 2, 2, 1), (1, 2, 1, 2, 2), (1, 1, 2, 2, 2)]
@@ -64,8 +66,8 @@ def check_reduction(case, mesh_shape):
             fold = np.mean if axis in spec["mean_over"] else np.sum
             values = fold(values, axis=dim, keepdims=True)
     per_layer, scalar = report_on_mesh(make_mesh(mesh_shape), rule, REDUCTION_CFG["num_owning"], values, spec["scale"])
-    np.testing.assert_allclose(per_layer, REDUCTION[f"out/{case}/per_layer"], **TOLERANCE)
-    np.testing.assert_allclose(scalar, REDUCTION[f"out/{case}/scalar"], **TOLERANCE)
+    assert_close(per_layer, REDUCTION[f"out/{case}/per_layer"])
+    assert_close(scalar, REDUCTION[f"out/{case}/scalar"])
 
 
 @pytest.mark.parametrize("mesh_shape", SMALL_MESHES)
@@ -101,7 +103,7 @@ def test_needs_dp_avg_is_the_mean_over_dp_and_ep():
     per_layer, _ = report_on_mesh(
         make_mesh((1, 2, 2, 1, 1)), MetricRule(("sp", "tp")), REDUCTION_CFG["num_owning"], values, spec["scale"]
     )
-    np.testing.assert_allclose(per_layer, REDUCTION["out/sum_tp_sp_mean_dp/per_layer"], **TOLERANCE)
+    assert_close(per_layer, REDUCTION["out/sum_tp_sp_mean_dp/per_layer"])
 
 
 # in/partial/... has dims [M, dp, sp, tp, slot]: a mesh of 2 x 2 x 2 ranks, pp and ep of size one.
@@ -114,8 +116,8 @@ def router_partials(name):
 
 def check_router(name, values, rule, scale, case):
     per_layer, scalar = report_on_mesh(make_mesh(ROUTER_MESH), rule, int(ROUTER["in/owns"].sum()), values, scale)
-    np.testing.assert_allclose(per_layer, ROUTER[f"out/{case}/per_layer"], **TOLERANCE)
-    np.testing.assert_allclose(scalar, ROUTER[f"out/{case}/scalar"], **TOLERANCE)
+    assert_close(per_layer, ROUTER[f"out/{case}/per_layer"])
+    assert_close(scalar, ROUTER[f"out/{case}/scalar"])
 
 
 @pytest.mark.parametrize(
