@@ -65,6 +65,18 @@ def vary_like(value: jax.Array, *references: jax.Array) -> jax.Array:
     return to_varying(value, frozenset[str]().union(*(varying_axes(r) for r in references)))
 
 
+def zeros_of(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros with the shape, dtype and varying axes of an array or of what `jax.eval_shape` says of one."""
+    varying = like.manual_axis_type.varying if isinstance(like, jax.ShapeDtypeStruct) else varying_axes(like)
+    return to_varying(jnp.zeros(like.shape, like.dtype), varying)
+
+
+def as_part(value: jax.Array, axes: Axes = AXES) -> jax.Array:
+    """`value` itself, proven to be a part over all of `axes`: what an objective's terms and records must be."""
+    _require_varying(value, axes, "as_part")
+    return value
+
+
 def sum_partial(value: jax.Array, axes: Axes) -> jax.Array:
     """Sum of the ranks' parts over `axes`; equal over them afterwards."""
     wide = _require_varying(value, axes, "sum_partial")
@@ -112,6 +124,19 @@ def gather(value: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """
     wide = _require_varying(value, axes, "gather")
     return lax.all_gather(value, wide, axis=dim, tiled=True) if wide else value
+
+
+def gather_equal(value: jax.Array, axis: str, dim: int) -> jax.Array:
+    """As `gather` over one axis, but equal over it by type: for small values that every rank must agree on."""
+    if not _require_varying(value, axis, "gather_equal"):
+        return value
+    shape = list(value.shape)
+    size = shape[dim]
+    shape[dim] = size * axis_size(axis)
+    whole = jax.lax.dynamic_update_slice_in_dim(
+        vary_like(jnp.zeros(shape, value.dtype), value), value, rank(axis) * size, dim
+    )
+    return sum_partial(whole, axis)
 
 
 def scatter_sum(value: jax.Array, axes: Axes, dim: int) -> jax.Array:

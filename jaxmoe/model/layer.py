@@ -1,0 +1,112 @@
+"""One decoder layer, and the scan over the layers of the trunk."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxmoe.config.schema import Config
+from jaxmoe.model.attention import Attention
+from jaxmoe.model.mlp import Mlp
+from jaxmoe.model.moe import Moe
+from jaxmoe.model.norm import RmsNorm
+from jaxmoe.model.params import Init
+from jaxmoe.model.plan import LayerKind
+from jaxmoe.model.router import RouterStats
+from jaxmoe.model.tokens import Tokens
+from jaxmoe.spmd.collectives import zeros_of
+
+#: Brings the weights of one layer to this rank (`parallel.zero: 3`); the identity otherwise.
+Materialize = Callable[[Any], Any]
+
+REMAT_POLICIES = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "layer": None,
+}
+
+
+class Layer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp_or_moe(norm(x)).
+
+    Layout: x_BSD holds this (sp, tp) rank's positions, in and out.
+    """
+
+    def __init__(self, config: Config, kind: LayerKind, init: Init):
+        model = config.model
+        self.attention_norm = RmsNorm(model.d_model, init)
+        self.attention = Attention(init.split(), ulysses=config.parallel.sp_attention == "ulysses")
+        self.mlp_norm = RmsNorm(model.d_model, init)
+        self.is_moe = kind.is_moe
+        if kind.is_moe:
+            over = ("ep", "tp") if config.parallel.experts_over == "ep_tp" else ("ep",)
+            self.moe = Moe(init.split(), experts_over=over)
+        else:
+            assert model.mlp is not None
+            self.mlp = Mlp(model.mlp.hidden_dim, model.mlp.activation, init.split())
+
+    def __call__(
+        self, x_BSD: jax.Array, tokens: Tokens, noise_key: jax.Array | None
+    ) -> tuple[jax.Array, RouterStats | None]:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), tokens)
+        normed = self.mlp_norm(x_BSD)
+        if not self.is_moe:
+            return x_BSD + self.mlp(normed), None
+        y_BSD, stats = self.moe(normed, tokens, noise_key)
+        return x_BSD + y_BSD, stats
+
+
+def rematerialized(function: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """`function`, of which the backward pass recomputes what `policy` (`parallel.remat`) says."""
+    if policy == "none":
+        return function
+    return jax.checkpoint(function, policy=REMAT_POLICIES[policy], prevent_cse=False)
+
+
+def layer_key(noise_key: jax.Array | None, layer_id: jax.Array | int) -> jax.Array | None:
+    """The randomness of one layer."""
+    return None if noise_key is None else jax.random.fold_in(noise_key, layer_id)
+
+
+def scan_layers(
+    period: nnx.List,
+    x_BSD: jax.Array,
+    tokens: Tokens,
+    *,
+    layer_ids: jax.Array,
+    noise_key: jax.Array | None,
+    materialize: Materialize,
+    remat: str,
+    has_padding: bool,
+) -> tuple[jax.Array, list[RouterStats | None]]:
+    """Run stacked layers in order: all of the first repeat of the period, then the second, ...
+
+    Args:
+        period: one stacked `Layer` per position of the period; arrays are [R, ...], R repeats held here.
+        layer_ids: int32 [R], number of the first layer of each repeat; -1 is a padding repeat, which is skipped.
+        has_padding: whether any rank holds padding repeats; only then is each repeat run through `lax.cond`.
+
+    Returns the hidden states and, per position of the period, statistics with a first dim R (None for dense layers).
+    """
+    graphdef, state = nnx.split(period)
+
+    def run(x: jax.Array, weights: Any, layer_id: jax.Array) -> tuple[jax.Array, list[RouterStats | None]]:
+        layers = nnx.merge(graphdef, materialize(weights))
+        stats = []
+        for position, layer in enumerate(layers):
+            x, stat = layer(x, tokens, layer_key(noise_key, layer_id + position))
+            stats.append(stat)
+        return x, stats
+
+    run = rematerialized(run, remat)
+
+    def body(x: jax.Array, inputs: tuple[Any, jax.Array]) -> tuple[jax.Array, list[RouterStats | None]]:
+        weights, layer_id = inputs
+        if not has_padding:
+            return run(x, weights, layer_id)
+        _, types = jax.eval_shape(run, x, weights, layer_id)
+        return jax.lax.cond(
+            layer_id >= 0, run, lambda x, *_: (x, jax.tree.map(zeros_of, types)), x, weights, layer_id
+        )
+
+    return jax.lax.scan(body, x_BSD, (state, layer_ids))

@@ -1,0 +1,29 @@
+"""Normalisation over the last dim."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxmoe.model.params import Init
+
+
+def at_least_float32(x: jax.Array) -> jax.Array:
+    """bfloat16 as float32; float32 and float64 as they are."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+class RmsNorm(nnx.Module):
+    """x / rms(x) * scale, computed in at least float32, returned in the dtype of x.
+
+    Layout: any; the last dim is whole. The scale is equal on all ranks.
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+
+    def __init__(self, width: int, init: Init):
+        self.scale_D = init.ones((width,))
+        self.eps = init.model.norm_eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = at_least_float32(x)
+        normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return (normed * self.scale_D[...].astype(wide.dtype)).astype(x.dtype)

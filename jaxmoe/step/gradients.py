@@ -1,0 +1,93 @@
+"""The objective of a step and its gradient, from micro-batches. Inside shard_map."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe.losses.objective import GLOBAL_AUX, TERM_WEIGHTS, StepCounts, router_coefficients, term_weights
+from jaxmoe.spmd.collectives import zeros_of
+from jaxmoe.step.forward import Arrays, Forward
+from jaxmoe.step.layout import Layout
+from jaxmoe.step.parts import Parts
+from jaxmoe.step.pipeline import add_losses, run_pipeline
+
+Tree = Any
+
+
+def wide_dtype(layout: Layout) -> jnp.dtype:
+    """The dtype of losses and counts: at least float32."""
+    return jnp.promote_types(layout.config.model.compute_dtype, jnp.float32)
+
+
+def needs_whole_step(layout: Layout) -> bool:
+    """Whether a term depends on more than one micro-batch, so that J is no sum over micro-batches."""
+    moe = layout.config.model.moe
+    return moe is not None and GLOBAL_AUX in router_coefficients(moe.router)
+
+
+def add_step(forward: Forward, parts: Parts, arrays: Arrays, weights: Arrays) -> Parts:
+    """The parts of all micro-batches of a step, as one function that can be differentiated.
+
+    `arrays` [M / pp, B, S] are those of this pp rank, `weights` [M] of all.
+    """
+    if forward.layout.stages > 1:
+        parts, hidden = run_pipeline(forward, parts, arrays, weights)
+        return add_losses(forward, parts, hidden, arrays, weights)
+    body = jax.checkpoint(lambda parts, own: (forward.add_microbatch(parts, *own), None))
+    return jax.lax.scan(body, parts, (arrays, weights))[0]
+
+
+def all_hidden(forward: Forward, arrays: Arrays) -> jax.Array:
+    """Hidden states [M / pp, B, S, D] after the trunk, of this pp rank's micro-batches."""
+    if forward.layout.stages == 1:
+        return jax.lax.map(lambda own: forward.hidden(own)[0], arrays)
+    num_microbatches = arrays["inputs"].shape[0] * forward.layout.stages
+    zeros = Parts.zeros(forward.layout, wide_dtype(forward.layout))
+    # The router's terms of this pass are dropped; their weights are of no matter.
+    weights = {name: jnp.zeros(num_microbatches, zeros.cross_entropy.dtype) for name in TERM_WEIGHTS}
+    return run_pipeline(forward, zeros, arrays, weights)[1]
+
+
+def objective_and_gradients(
+    layout: Layout, weights: Tree, bias: Tree, arrays: Arrays, counts: StepCounts, noise_key: jax.Array | None
+) -> tuple[jax.Array, Parts, Tree]:
+    """This rank's part of J, the step's parts, and this rank's own gradients (not reduced).
+
+    `weights` vary over all axes, so every rank differentiates its own copy: no gradient is reduced in here.
+    """
+    by_microbatch = term_weights(counts, layout.config.objective)
+    num_valid = counts.valid_M.sum()
+    zeros = Parts.zeros(layout, wide_dtype(layout))
+
+    def one(weights: Tree, own: tuple[Arrays, Arrays]) -> tuple[jax.Array, Parts]:
+        forward = Forward(layout, layout.merge(weights, bias), noise_key)
+        return forward.add_microbatch(zeros, *own).objective(layout, num_valid)
+
+    def whole(weights: Tree) -> tuple[jax.Array, Parts]:
+        forward = Forward(layout, layout.merge(weights, bias), noise_key)
+        return add_step(forward, zeros, arrays, by_microbatch).objective(layout, num_valid)
+
+    if layout.stages > 1 or needs_whole_step(layout):
+        (total, parts), gradients = jax.value_and_grad(whole, has_aux=True)(weights)
+        return total, parts, gradients
+    return _by_microbatch(one, weights, (arrays, by_microbatch))
+
+
+def _by_microbatch(one, weights: Tree, inputs: tuple[Arrays, Arrays]) -> tuple[jax.Array, Parts, Tree]:
+    """Sum of `one` and its gradient over the micro-batches; memory does not grow with their number."""
+    differentiate = jax.value_and_grad(one, has_aux=True)
+
+    def outcome(own: tuple[Arrays, Arrays]) -> tuple[jax.Array, Parts, Tree]:
+        (total, parts), gradients = differentiate(weights, own)
+        return total, parts, gradients
+
+    first = jax.tree.map(lambda value: value[0], inputs)
+    if inputs[0]["inputs"].shape[0] == 1:
+        return outcome(first)
+
+    def add(sums: tuple, own: tuple[Arrays, Arrays]) -> tuple[tuple, None]:
+        return jax.tree.map(jnp.add, sums, outcome(own)), None
+
+    start = jax.tree.map(zeros_of, jax.eval_shape(outcome, first))
+    return jax.lax.scan(add, start, inputs)[0]

@@ -1,0 +1,64 @@
+"""What a training step reports."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe.losses.objective import AUX, GLOBAL_AUX, SEQ_AUX, Z
+from jaxmoe.metrics.load import load_per_layer, load_scalars
+from jaxmoe.metrics.rules import DEFAULT_RULES
+from jaxmoe.metrics.tracker import MoEMetricsTracker
+from jaxmoe.step.layout import Layout
+from jaxmoe.step.parts import Parts
+
+#: The logged names of the objective's terms.
+LOGGED_NAMES = {
+    AUX: "load_balancing_loss",
+    SEQ_AUX: "seq_load_balancing_loss",
+    GLOBAL_AUX: "global_load_balancing_loss",
+    Z: "z_loss",
+}
+
+
+def record(layout: Layout, parts: Parts, dtype: jnp.dtype) -> MoEMetricsTracker:
+    """The step's per-layer values in a tracker, already weighted (`loss_scale=1`), not yet reduced."""
+    values = {LOGGED_NAMES[name]: value for name, value in parts.terms.items()} | parts.metrics
+    owning = sum(kind.is_moe for kind in layout.plan.kinds)
+    rules = {name: DEFAULT_RULES[name] for name in values}
+    tracker = MoEMetricsTracker.create(rules, len(layout.plan.kinds), owning, dtype).varying()
+    for name, value in values.items():
+        tracker = tracker.record_layers(name, value)
+    return tracker
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["values", "tracker", "expert_counts"], meta_fields=["owns_experts"]
+)
+@dataclass(frozen=True)
+class StepMetrics:
+    """Reduced, equal on all ranks. Fetching blocks until the step is done."""
+
+    values: dict[str, jax.Array]
+    """Scalars of the step by name."""
+    tracker: MoEMetricsTracker
+    expert_counts: jax.Array
+    """int32 [slots, E], choices by valid tokens over the whole step."""
+    owns_experts: tuple[bool, ...]
+
+    def scalars(self) -> dict[str, float]:
+        """All scalars on the host. A skipped step has no loss."""
+        values = {name: float(value) for name, value in jax.device_get(self.values).items()}
+        if values["skipped"]:
+            del values["loss"], values["total_loss"]
+        values |= self.tracker.scalars()
+        if any(self.owns_experts):
+            values |= load_scalars(np.asarray(self.expert_counts), np.asarray(self.owns_experts))
+        return values
+
+    def per_layer(self) -> dict[str, np.ndarray]:
+        """Per-layer values on the host, one slot per layer of the model; zero where a layer owns none."""
+        values = self.tracker.per_layer()
+        return values | load_per_layer(np.asarray(self.expert_counts)) if any(self.owns_experts) else values

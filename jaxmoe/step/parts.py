@@ -1,0 +1,138 @@
+"""What the micro-batches of a step add up to."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe.losses.balance import row_balance, set_balance
+from jaxmoe.losses.objective import AUX, CROSS_ENTROPY, GLOBAL_AUX, SEQ_AUX, TOKEN_MEAN, Z, router_coefficients
+from jaxmoe.model.router import RouterStats
+from jaxmoe.spmd.axes import AXES, REPLICA_AXES
+from jaxmoe.spmd.collectives import as_part, sum_partial, to_varying, vary_like
+from jaxmoe.step.layout import Layout
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["cross_entropy", "terms", "metrics", "count_LE", "score_sum_LE", "balance_count_LE"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class Parts:
+    """Sums that carry their weight in J already. L slots, one per layer of the model.
+
+    Layout: a part over all axes, until `summed`.
+    """
+
+    cross_entropy: jax.Array
+    terms: dict[str, jax.Array]
+    """Per term of the objective, without coefficient, [L]."""
+    metrics: dict[str, jax.Array]
+    """Means over the valid tokens of the step, [L]; no part of J."""
+    count_LE: jax.Array
+    """int32, times each expert was chosen by a valid token."""
+    score_sum_LE: jax.Array
+    """Pooled over the step, for `global_aux_loss`."""
+    balance_count_LE: jax.Array
+
+    @classmethod
+    def zeros(cls, layout: Layout, dtype: jnp.dtype) -> "Parts":
+        """Nothing yet, typed as a part over all axes: the initial carry of a scan."""
+        slots = len(layout.plan.kinds)
+        moe = layout.config.model.moe
+        experts = moe.num_experts if moe else 0
+        terms = router_coefficients(moe.router) if moe else {}
+        zero_L, zero_LE = jnp.zeros(slots, dtype), jnp.zeros((slots, experts), dtype)
+        parts = cls(
+            cross_entropy=jnp.zeros((), dtype),
+            terms={name: zero_L for name in terms if name != GLOBAL_AUX},
+            metrics={name: zero_L for name in ("router_entropy", "top1_weight")} if moe else {},
+            count_LE=zero_LE.astype(jnp.int32),
+            score_sum_LE=zero_LE,
+            balance_count_LE=zero_LE.astype(jnp.int32),
+        )
+        return jax.tree.map(lambda value: to_varying(value, AXES), parts)
+
+    def add(self, **changes) -> "Parts":
+        """With values added to some fields; each must be a part over all axes."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        for name, value in changes.items():
+            values[name] = jax.tree.map(lambda old, new: old + as_part(new), values[name], value)
+        return Parts(**values)
+
+    def objective(self, layout: Layout, num_valid: jax.Array) -> tuple[jax.Array, "Parts"]:
+        """This rank's part of J, and the parts with the step's own terms added.
+
+        `num_valid`: valid tokens of the whole step.
+        """
+        moe = layout.config.model.moe
+        coefficients = router_coefficients(moe.router) if moe else {}
+        terms = dict(self.terms)
+        if moe and GLOBAL_AUX in coefficients:
+            terms[GLOBAL_AUX] = set_balance(
+                self.balance_count_LE, self.score_sum_LE, num_valid, moe.experts_per_token, AXES
+            )
+        total = self.cross_entropy
+        for name, coefficient in coefficients.items():
+            total = total + coefficient * terms[name].sum()
+        return total, Parts(**{**self.__dict__, "terms": terms})
+
+    def summed(self) -> "Parts":
+        """The whole step's numbers, equal on all ranks."""
+        return jax.tree.map(lambda value: sum_partial(value, AXES), self)
+
+
+def to_slots(layout: Layout, stats: list[RouterStats | None], layer_ids: jax.Array) -> RouterStats | None:
+    """Statistics per position of the period, [R, ...], as one with a slot per layer of the model, [L, ...]."""
+    slots = len(layout.plan.kinds)
+    merged = None
+    for position, stat in enumerate(stats):
+        if stat is None:
+            continue
+        # Padding repeats write out of bounds, which drops them.
+        index = jnp.where(layer_ids < 0, slots, layer_ids + position)
+
+        def place(value: jax.Array, index: jax.Array = index) -> jax.Array:
+            empty = vary_like(jnp.zeros((slots, *value.shape[1:]), value.dtype), value)
+            return empty.at[index].set(value, mode="drop")
+
+        placed = jax.tree.map(place, stat)
+        merged = placed if merged is None else jax.tree.map(jnp.add, merged, placed)
+    return merged
+
+
+def add_router_stats(
+    parts: Parts, layout: Layout, stats: RouterStats | None, valid_BS: jax.Array, weights: dict[str, jax.Array]
+) -> Parts:
+    """Add one micro-batch's router terms, weighted. `weights` holds the scalars of this micro-batch."""
+    moe = layout.config.model.moe
+    if stats is None or moe is None:
+        return parts
+    k = moe.experts_per_token
+    valid_B = valid_BS.sum(axis=1, dtype=jnp.int32)
+    score_sum_LE = stats.score_sum_BE.sum(axis=1)
+    balance_count_LE = stats.balance_count_BE.sum(axis=1, dtype=jnp.int32)
+    values = {}
+    for name in parts.terms:
+        if name == AUX:
+            num_tokens = sum_partial(valid_B.sum(), REPLICA_AXES)
+            values[name] = set_balance(balance_count_LE, score_sum_LE, num_tokens, k, REPLICA_AXES)
+        elif name == SEQ_AUX:
+            values[name] = row_balance(stats.balance_count_BE, stats.score_sum_BE, valid_B, k, REPLICA_AXES)
+        elif name == Z:
+            values[name] = stats.z_sum
+    metrics = {"router_entropy": stats.entropy_sum, "top1_weight": stats.top1_sum}
+    return parts.add(
+        terms={name: weights[name] * value for name, value in values.items()},
+        metrics={name: weights[TOKEN_MEAN] * value for name, value in metrics.items()},
+        count_LE=stats.count_E,
+        score_sum_LE=score_sum_LE,
+        balance_count_LE=balance_count_LE,
+    )
+
+
+def add_cross_entropy(parts: Parts, loss_sum: jax.Array, weights: dict[str, jax.Array]) -> Parts:
+    """Add one micro-batch's weighted sum of loss_mask * CE."""
+    return parts.add(cross_entropy=weights[CROSS_ENTROPY] * loss_sum)
