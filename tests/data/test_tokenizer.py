@@ -211,3 +211,10 @@ def test_an_added_token_that_is_ordinary_text_has_its_bytes(make_config, speeche
     text = "x\u65e5 \u672cx"
     assert 400 in loaded.encode(text)
     assert loaded.token_bytes[loaded.encode(text)].sum() == len(text.encode())
+
+
+def test_an_ordinary_token_that_is_made_the_end_has_no_bytes(make_config, speeches, tmp_path, definition):
+    (tmp_path / "tokenizer.json").write_text(definition)
+    loaded = from_file(make_config, speeches, tmp_path / "tokenizer.json", eos_token="Z")
+    assert loaded.eos_id != 0
+    assert loaded.token_bytes[loaded.eos_id] == 0
