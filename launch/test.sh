@@ -36,7 +36,7 @@ stage() {
 
 stage shell "$(dirname "$python")/shellcheck" -x launch/*.sh .ci/run
 stage format "$python" -m ruff format --check .
-stage lint "$python" -m ruff check .
+stage lint "$python" -m ruff check --output-format concise .
 stage types "$python" -m pyright --pythonpath "$python"
 stage floors "$(dirname "$python")/lint-imports" --no-logo
 stage tests "$python" -m pytest -q -n "$workers" --dist worksteal --no-skips --durations 10 ${select[@]+"${select[@]}"} "$@"
