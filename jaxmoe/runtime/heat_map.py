@@ -6,14 +6,14 @@ import zlib
 import numpy as np
 
 #: Load / mean at the ends and the middle of the scale: starved blue, balanced near white, overloaded red.
-_SCALE = ((0.0, (33, 78, 140)), (1.0, (247, 247, 247)), (2.0, (214, 96, 77)), (4.0, (90, 0, 20)))
+LOAD_SCALE = ((0.0, (33, 78, 140)), (1.0, (247, 247, 247)), (2.0, (214, 96, 77)), (4.0, (90, 0, 20)))
 _CELL_PIXELS = 8
 
 
 def load_image(load_LE: np.ndarray) -> np.ndarray:
     """Load / mean per layer (down) and expert (across) as uint8 pixels [height, width, 3]."""
-    stops = [stop for stop, _ in _SCALE]
-    channels = [np.interp(load_LE, stops, [colour[c] for _, colour in _SCALE]) for c in range(3)]
+    stops = [stop for stop, _ in LOAD_SCALE]
+    channels = [np.interp(load_LE, stops, [colour[c] for _, colour in LOAD_SCALE]) for c in range(3)]
     pixels = np.rint(np.stack(channels, axis=-1)).astype(np.uint8)
     return pixels.repeat(_CELL_PIXELS, axis=0).repeat(_CELL_PIXELS, axis=1)
 

@@ -10,7 +10,7 @@ import datetime
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -96,17 +96,14 @@ def decode_record(line: str) -> Record:
         raise ValueError(f"not a line of {METRICS_FILE}: {error!r}") from error
 
 
-def read_metrics(path: Path) -> tuple[list[Record], list[str]]:
-    """All readable records in order of the file, and one sentence per line that is not readable."""
-    records, problems = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            records.append(decode_record(line))
-        except ValueError as error:
-            problems.append(f"{path.name}:{number}: {str(error)[:120]}")
-    return records, problems
+def iterate_metrics(path: Path) -> Iterator[Record | str]:
+    """The records in order of the file; in place of a line that is not readable, a sentence about it."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield decode_record(line)
+            except ValueError as error:
+                yield f"{path.name}:{number}: {str(error)[:120]}"
 
 
 def rewind_metrics(path: Path, resume_step: int) -> list[str]:
@@ -116,14 +113,15 @@ def rewind_metrics(path: Path, resume_step: int) -> list[str]:
     """
     if not path.exists():
         return []
-    kept, problems, text = [], [], path.read_text(encoding="utf-8", errors="replace")
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            if decode_record(line).step <= resume_step:
-                kept.append(line + "\n")
-        except ValueError as error:
-            problems.append(f"{path.name}:{number}: {str(error)[:120]}")
-    if "".join(kept) != text:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        lines = file.readlines()
+    kept, problems = [], []
+    for line, found in zip(lines, iterate_metrics(path), strict=True):
+        if isinstance(found, str):
+            problems.append(found)
+        elif found.step <= resume_step:
+            kept.append(line.removesuffix("\n") + "\n")
+    if kept != lines:
         fresh = path.with_suffix(".tmp")
         fresh.write_text("".join(kept), encoding="utf-8")
         os.replace(fresh, path)

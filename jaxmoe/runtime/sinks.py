@@ -79,6 +79,15 @@ _CONSOLE = {
 }
 
 
+def console_line(step: int, num_steps: int | None, scalars: Scalars, kind: Kind) -> str:
+    """The numbers of one step that people watch, in one line."""
+    parts = [f"{name} {scalars[name]:{form}}" for name, form in _CONSOLE.items() if name in scalars]
+    if scalars.get("skipped"):
+        parts.append("skipped: parameters unchanged")
+    head = f"step {step}" if num_steps is None else f"step {step:>{len(str(num_steps))}}/{num_steps}"
+    return "  ".join([head, *(["validation"] if kind == "eval" else []), *parts])
+
+
 class ConsoleSink:
     """One line of plain text per write."""
 
@@ -91,11 +100,7 @@ class ConsoleSink:
     def write(
         self, step: int, scalars: Scalars, per_layer: PerLayer, counts: np.ndarray | None = None, kind: Kind = "train"
     ) -> None:
-        parts = [f"{name} {scalars[name]:{form}}" for name, form in _CONSOLE.items() if name in scalars]
-        if scalars.get("skipped"):
-            parts.append("skipped: parameters unchanged")
-        head = f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"
-        self._emit("  ".join([head, *(["validation"] if kind == "eval" else []), *parts]))
+        self._emit(console_line(step, self._num_steps, scalars, kind))
 
     def close(self) -> None:
         """Nothing is held open."""

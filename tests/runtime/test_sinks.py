@@ -14,7 +14,7 @@ import pytest
 
 from jaxmoe.config import UserError, load_config
 from jaxmoe.runtime.heat_map import encode_png, load_image
-from jaxmoe.runtime.metrics_file import METRICS_FILE, decode_record, encode_record, read_metrics
+from jaxmoe.runtime.metrics_file import METRICS_FILE, Record, decode_record, encode_record, iterate_metrics
 from jaxmoe.runtime.sinks import ConsoleSink, Sinks, open_sinks
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +29,11 @@ def config(*overrides):
 
 def lines_of(run_dir):
     return [json.loads(line) for line in (run_dir / METRICS_FILE).read_text().splitlines()]
+
+
+def read(run_dir):
+    found = list(iterate_metrics(run_dir / METRICS_FILE))
+    return [item for item in found if isinstance(item, Record)], [item for item in found if isinstance(item, str)]
 
 
 class Place:
@@ -124,7 +129,7 @@ def test_a_file_that_fits_is_left_alone(tmp_path):
 def test_lines_that_are_not_ours_are_named_and_skipped(tmp_path, line):
     good = encode_record(1, "train", SCALARS, {}, None)
     (tmp_path / METRICS_FILE).write_text(good + line + "\n" + good)
-    records, problems = read_metrics(tmp_path / METRICS_FILE)
+    records, problems = read(tmp_path)
     assert [record.step for record in records] == [1, 1]
     assert len(problems) == 1
     assert problems[0].startswith("metrics.jsonl:2: ")
@@ -343,6 +348,6 @@ sinks.close()
     assert run.returncode == 0, run.stderr
     assert "names at the end: ['console']" in run.stdout
     assert run.stderr.count("training goes on without it") == 2, run.stderr
-    records, problems = read_metrics(tmp_path / METRICS_FILE)
+    records, problems = read(tmp_path)
     assert len(records) > 50
     assert len(problems) <= 1
