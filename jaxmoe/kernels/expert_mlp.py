@@ -25,7 +25,7 @@ arXiv:2211.15841.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,13 +99,19 @@ class _Products(NamedTuple):
 
 
 def _call_grouped(
-    product: Callable, routing: Routing, chunks: tuple[int, ...], *arrays: jax.Array, **options
+    product: Callable, routing: Routing, chunks: tuple[int, ...], *arrays: jax.Array, **options: Any
 ) -> jax.Array:
     return product(*arrays, routing.start_E, routing.count_E, chunks=chunks, **options)
 
 
 def _ragged_multiply(
-    rows_PI: jax.Array, matrix_EIJ: jax.Array, start_E: jax.Array, count_E: jax.Array, *, chunks, transposed=False
+    rows_PI: jax.Array,
+    matrix_EIJ: jax.Array,
+    start_E: jax.Array,
+    count_E: jax.Array,
+    *,
+    chunks: tuple[int, ...],
+    transposed: bool = False,
 ) -> jax.Array:
     del chunks
     numbers = lax.RaggedDotDimensionNumbers(
@@ -122,7 +128,7 @@ def _ragged_multiply(
 
 
 def _ragged_accumulate(
-    left_PI: jax.Array, right_PJ: jax.Array, start_E: jax.Array, count_E: jax.Array, *, chunks
+    left_PI: jax.Array, right_PJ: jax.Array, start_E: jax.Array, count_E: jax.Array, *, chunks: tuple[int, ...]
 ) -> jax.Array:
     del start_E, chunks
     numbers = lax.RaggedDotDimensionNumbers(
@@ -136,7 +142,7 @@ def _ragged_accumulate(
 def _by_platform(loops: Callable[..., jax.Array], ragged: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     # Around single products inside the VJP rules, never around the differentiated whole: the gradient of a
     # platform choice would keep the saved values of both branches.
-    def choose(*arrays: jax.Array, **options) -> jax.Array:
+    def choose(*arrays: jax.Array, **options: Any) -> jax.Array:
         return lax.platform_dependent(*arrays, cpu=partial(loops, **options), default=partial(ragged, **options))
 
     return choose
@@ -151,9 +157,7 @@ _PRODUCTS: dict[Implementation, _Products] = {
 }
 
 
-def _gated(
-    hidden_P2F: jax.Array, weight_P: jax.Array, held_P: jax.Array, activation: Activation
-) -> jax.Array:
+def _gated(hidden_P2F: jax.Array, weight_P: jax.Array, held_P: jax.Array, activation: Activation) -> jax.Array:
     """weight * act(gate) * up in at least fp32; exactly 0 in rows that are not held here."""
     wide = hidden_P2F.astype(accumulation_dtype(hidden_P2F.dtype))
     width = hidden_P2F.shape[1] // 2
@@ -166,7 +170,13 @@ def _sorted_weight(weight_TK: jax.Array, routing: Routing) -> jax.Array:
 
 
 def _forward(
-    products: _Products, activation: Activation, x_TD, expert_TK, weight_TK, gate_up_EDC, down_EFD
+    products: _Products,
+    activation: Activation,
+    x_TD: jax.Array,
+    expert_TK: jax.Array,
+    weight_TK: jax.Array,
+    gate_up_EDC: jax.Array,
+    down_EFD: jax.Array,
 ) -> tuple[jax.Array, tuple]:
     routing = sort_by_expert(expert_TK, down_EFD.shape[0])
     products = products.of(routing)
@@ -183,9 +193,7 @@ def _backward(products: _Products, activation: Activation, saved: tuple, dy_TD: 
     x_TD, weight_TK, hidden_P2F, routing, gate_up_EDC, down_EFD = saved
     products = products.of(routing)
     weight_P = _sorted_weight(weight_TK, routing)
-    gated_PF, gated_vjp = jax.vjp(
-        lambda h, w: _gated(h, w, routing.held_P, activation), hidden_P2F, weight_P
-    )
+    gated_PF, gated_vjp = jax.vjp(lambda h, w: _gated(h, w, routing.held_P, activation), hidden_P2F, weight_P)
     dy_PD = _take_rows(dy_TD, routing.token_P)
     ddown_EFD = products.accumulate(gated_PF.astype(x_TD.dtype), dy_PD)
     dgated_PF = products.multiply(dy_PD, down_EFD, transposed=True)
@@ -206,11 +214,11 @@ def _expert_mlp(implementation: str, activation: Activation, *arrays: jax.Array)
     return _forward(_PRODUCTS[implementation], activation, *arrays)[0]
 
 
-def _expert_mlp_forward(implementation: str, activation: Activation, *arrays: jax.Array):
+def _expert_mlp_forward(implementation: str, activation: Activation, *arrays: jax.Array) -> tuple:
     return _forward(_PRODUCTS[implementation], activation, *arrays)
 
 
-def _expert_mlp_backward(implementation: str, activation: Activation, saved: tuple, dy_TD: jax.Array):
+def _expert_mlp_backward(implementation: str, activation: Activation, saved: tuple, dy_TD: jax.Array) -> tuple:
     return _backward(_PRODUCTS[implementation], activation, saved, dy_TD)
 
 

@@ -76,7 +76,9 @@ class _Options(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss_sum(options: _Options, x_TD, head_DV, target_T, weight_T) -> jax.Array:
+def _loss_sum(
+    options: _Options, x_TD: jax.Array, head_DV: jax.Array, target_T: jax.Array, weight_T: jax.Array
+) -> jax.Array:
     loss = 0
     for tokens in _chunk_slices(x_TD.shape[0], options.num_chunks):
         part = _chunk_logits(x_TD[tokens], head_DV, target_T[tokens], options.vocab_size)
@@ -84,7 +86,9 @@ def _loss_sum(options: _Options, x_TD, head_DV, target_T, weight_T) -> jax.Array
     return loss
 
 
-def _loss_sum_forward(options: _Options, x_TD, head_DV, target_T, weight_T) -> tuple[jax.Array, tuple]:
+def _loss_sum_forward(
+    options: _Options, x_TD: jax.Array, head_DV: jax.Array, target_T: jax.Array, weight_T: jax.Array
+) -> tuple[jax.Array, tuple]:
     loss, dx_parts = 0, []
     dhead_DV = 0
     for tokens in _chunk_slices(x_TD.shape[0], options.num_chunks):
@@ -110,7 +114,9 @@ def _loss_sum_backward(options: _Options, saved: tuple, dloss: jax.Array) -> tup
 _loss_sum.defvjp(_loss_sum_forward, _loss_sum_backward)
 
 
-def _aligned(x_TD, head_DV, target_T, weight_T) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def _aligned(
+    x_TD: jax.Array, head_DV: jax.Array, target_T: jax.Array, weight_T: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The inputs with one set of varying axes; tokens' own data without tp, the products' with it."""
     target_T, weight_T = _equal_over_tp(target_T.astype(jnp.int32)), _equal_over_tp(weight_T)
     union = varying_axes(x_TD) | varying_axes(head_DV) | varying_axes(target_T) | varying_axes(weight_T)
