@@ -12,10 +12,10 @@ import numpy as np
 
 from jaxmoe.config.yaml_io import dump_yaml
 from jaxmoe.runtime import report_plots as plots
+from jaxmoe.runtime.console_line import console_line
 from jaxmoe.runtime.metrics_file import Kind
 from jaxmoe.runtime.report_plots import Picture
 from jaxmoe.runtime.report_read import RunData, config_differences
-from jaxmoe.runtime.sinks import console_line
 
 _LAST_LINES = 10
 _QUIET = datetime.timedelta(minutes=10)
@@ -108,7 +108,7 @@ def draw_parts(runs: Sequence[RunData]) -> list[Part]:
             found = plots.picture(f"{key}_run{number}", _of_run(words, run, runs), partial(draw, run))
             parts["Balance of experts"].pictures += found
     drawn = {name for name, *_ in _LEARNING} | set(_NOT_DRAWN)
-    for name in _ordered(n for run in runs for kind in ("train", "eval") for n in run.names(kind)):
+    for name in _ordered(n for run in runs for n in (*run.names("train"), *run.names("eval"))):
         if name not in drawn:
             part, title = parts[_section_of(name)], _words(name)
             part.pictures += plots.picture(name, title, partial(plots.curves, runs, name, name, evaluation=True))

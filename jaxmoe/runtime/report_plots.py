@@ -4,21 +4,24 @@ import hashlib
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib import colors
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from jaxmoe.runtime.heat_map import LOAD_SCALE
+from jaxmoe.runtime.metrics_file import Kind
 from jaxmoe.runtime.report_read import RunData, Series
 
 #: 4.7 in are 338 pt: about the width of a phone's screen, so an 11 pt label is about 11 px there.
 _WIDTH, _HEIGHT = 4.7, 3.1
-_STYLE = {
+_STYLE: Any = {
     "font.size": 11,
     "axes.labelsize": 11,
     "axes.spines.top": False,
@@ -87,7 +90,7 @@ def _finish_axes(axes: Axes, label: str) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(_short_number))
 
 
-def _thinned(series: Series) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def thinned(series: Series) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Steps, means, lowest and highest of at most 400 stretches of a series; what is not finite becomes a gap."""
     values = np.where(np.isfinite(series.values), series.values, np.nan)
     size = -(-len(values) // _MOST_POINTS)
@@ -101,7 +104,7 @@ def _thinned(series: Series) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nda
 
 
 def _draw_line(axes: Axes, series: Series, colour: str, label: str | None) -> None:
-    steps, means, low, high = _thinned(series)
+    steps, means, low, high = thinned(series)
     marker = "o" if len(steps) <= 1 else None
     axes.plot(steps, means, color=colour, label=label, marker=marker, markersize=4)
     if means is not low:
@@ -118,7 +121,8 @@ def curves(
         drawn = False
         for run, colour in zip(runs, _cycle(len(runs)), strict=True):
             who = _shortened(run.name)
-            for kind, wanted in (("train", train), ("eval", evaluation)):
+            kinds: tuple[tuple[Kind, bool], ...] = (("train", train), ("eval", evaluation))
+            for kind, wanted in kinds:
                 series = run.series(kind, name)
                 if not wanted or not np.isfinite(series.values).any():
                     continue
@@ -179,7 +183,7 @@ def layer_lines(run: RunData, name: str, label: str) -> Figure | None:
         if len(owning) <= 6:
             figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3)
         else:
-            shades = mpl.cm.ScalarMappable(colors.Normalize(0, last / 0.95), scale)
+            shades = ScalarMappable(colors.Normalize(0, last / 0.95), scale)
             bar = figure.colorbar(shades, ax=axes, label="layer", ticks=MaxNLocator(5, integer=True))
             bar.ax.set_ylim(0, last)
         return figure

@@ -21,6 +21,7 @@ from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttr
 
 from jaxmoe.config import Config, UserError, config_to_dict
 from jaxmoe.metrics import layer_key
+from jaxmoe.runtime.console_line import console_line
 from jaxmoe.runtime.heat_map import encode_png, load_image
 from jaxmoe.runtime.metrics_file import METRICS_FILE, Kind, encode_record, rewind_metrics
 
@@ -61,31 +62,6 @@ def _flat(scalars: Scalars, per_layer: PerLayer, kind: Kind) -> dict[str, float]
 
 
 # ---------------------------------------------------------------- console
-
-#: What the console line shows, in this order, with its format. Everything else is in the other sinks.
-_CONSOLE = {
-    "loss": ".4f",
-    "bits_per_byte": ".4f",
-    "total_loss": ".4f",
-    "mtp_loss": ".4f",
-    "load_balancing_loss": ".3f",
-    "seq_load_balancing_loss": ".3f",
-    "global_load_balancing_loss": ".3f",
-    "load_max_over_mean": ".2f",
-    "dead_experts": ".1f",
-    "grad_norm": ".3g",
-    "learning_rate": ".3g",
-    "tokens_per_second": ",.0f",
-}
-
-
-def console_line(step: int, num_steps: int | None, scalars: Scalars, kind: Kind) -> str:
-    """The numbers of one step that people watch, in one line."""
-    parts = [f"{name} {scalars[name]:{form}}" for name, form in _CONSOLE.items() if name in scalars]
-    if scalars.get("skipped"):
-        parts.append("skipped: parameters unchanged")
-    head = f"step {step}" if num_steps is None else f"step {step:>{len(str(num_steps))}}/{num_steps}"
-    return "  ".join([head, *(["validation"] if kind == "eval" else []), *parts])
 
 
 class ConsoleSink:
