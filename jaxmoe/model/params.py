@@ -52,8 +52,9 @@ class Init:
         std = self.model.initializer_range
         if to_residual:
             std /= math.sqrt(2 * self.model.num_layers)
-        value = jax.random.truncated_normal(self._next(), -3.0, 3.0, shape, self.dtype) * std
-        return nnx.Param(value, spec=spec, decay=True)
+        # Drawn in float32 whatever the dtype, so that a float64 run starts from the weights of a float32 run.
+        value = jax.random.truncated_normal(self._next(), -3.0, 3.0, shape, jnp.float32) * std
+        return nnx.Param(value.astype(self.dtype), spec=spec, decay=True)
 
     def ones(self, shape: tuple[int, ...], spec: P = P()) -> nnx.Param:
         return nnx.Param(jnp.ones(shape, self.dtype), spec=spec, decay=False)
