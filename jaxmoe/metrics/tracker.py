@@ -138,11 +138,11 @@ class MoEMetricsTracker:
 
     def rule(self, name: str) -> MetricRule:
         """The rule of one metric."""
-        return dict(self.rule_items)[self._known([name])[0]]
+        return dict(self.rule_items)[self.known([name])[0]]
 
     def num_slots(self, name: str) -> int:
         """Slots of one metric."""
-        return self.values[self._known([name])[0]].shape[0]
+        return self.values[self.known([name])[0]].shape[0]
 
     def varying(self) -> "MoEMetricsTracker":
         """The same numbers, each varying over the axes of its rule: the type of a scan's carry stays the same."""
@@ -203,7 +203,7 @@ class MoEMetricsTracker:
         Raises:
             MetricError: a metric is synced already (a second reduction would multiply it), or is unknown.
         """
-        chosen = self._known(names)
+        chosen = self.known(names)
         again = [name for name in chosen if name in self.synced]
         if again:
             raise MetricError(f"metrics {again} are synced already; a second sync would multiply them; clear() first")
@@ -215,7 +215,7 @@ class MoEMetricsTracker:
 
     def clear(self, names: Names = None) -> "MoEMetricsTracker":
         """Zeros again, ready to record; metrics, sizes and rules stay."""
-        chosen = self._known(names)
+        chosen = self.known(names)
         zeros = {name: jnp.zeros_like(self.values[name]) for name in chosen}
         return replace(self, values={**self.values, **zeros}, synced=self.synced - frozenset(chosen))
 
@@ -225,7 +225,7 @@ class MoEMetricsTracker:
         Raises:
             MetricError: a metric is unknown or not synced (its values are one rank's part).
         """
-        chosen = self._known(track_names)
+        chosen = self.known(track_names)
         parts = [name for name in chosen if name not in self.synced]
         if parts:
             raise MetricError(f"metrics {parts} are not synced: their values are one rank's part; call sync() first")
@@ -245,7 +245,7 @@ class MoEMetricsTracker:
             MetricError: as `per_layer`; the number of owning layers is neither declared nor given, or below 1.
         """
         per_layer, owning, out = self.per_layer(loss_scale, track_names), dict(self.owning_items), {}
-        self._known(percentiles or ())
+        self.known(percentiles or ())
         for name, values_L in per_layer.items():
             out |= reporting.percentile_scalars(name, values_L, (percentiles or {}).get(name, ()))
             count = owning[name] if num_moe_layers is None else num_moe_layers
@@ -279,7 +279,7 @@ class MoEMetricsTracker:
             scalars if total_loss_dict is None else reporting.take_losses(scalars, total_loss_dict)
         )
 
-    def _known(self, names: Names) -> list[str]:
+    def known(self, names: Names) -> list[str]:
         """`names` (None: all) as a list. Names are exact."""
         chosen = list(self.names) if names is None else [names] if isinstance(names, str) else list(names)
         unknown = [name for name in chosen if name not in self.values]
@@ -333,7 +333,7 @@ class TrackerHolder:
 
     def report(self, loss_scale: float, iteration: int, *, track_names: Names = None, **options: Any) -> str:
         """`MoEMetricsTracker.report` after a sync, then a clear of the reported metrics; same options."""
-        chosen = self.tracker._known(track_names)
+        chosen = self.tracker.known(track_names)
         self.sync([name for name in chosen if name not in self.tracker.synced])
         text = self.tracker.report(loss_scale, iteration, track_names=chosen, **options)
         self.clear(chosen)

@@ -61,7 +61,8 @@ class Picture:
         """The figure with its title."""
         stream = io.BytesIO()
         with mpl.rc_context(_STYLE):
-            title = self.figure.suptitle(_shortened(self.title, 52), fontsize=11)
+            lines = [_shortened(line, 48) for line in self.title.split(" - ", 1)]
+            title = self.figure.suptitle("\n".join(lines), fontsize=11)
             FigureCanvasAgg(self.figure).print_png(stream)
             title.remove()
         return stream.getvalue()
@@ -161,7 +162,9 @@ def _legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1:
         columns = 2 if max(map(len, labels)) <= 16 else 1
-        figure.legend(handles, labels, loc="outside upper center", ncols=columns)
+        rows = -(-len(handles) // columns)
+        figure.set_figheight(_HEIGHT + 0.2 * max(0, rows - 2))  # many runs do not squeeze the curves
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
 def layer_lines(run: RunData, name: str, label: str) -> Figure | None:
@@ -181,7 +184,7 @@ def layer_lines(run: RunData, name: str, label: str) -> Figure | None:
             _draw_line(axes, line, colors.to_hex(scale(0.95 * layer / last)), f"layer {layer}")
         _finish_axes(axes, label)
         if len(owning) <= 6:
-            figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3)
+            figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
         else:
             shades = ScalarMappable(colors.Normalize(0, last / 0.95), scale)
             bar = figure.colorbar(shades, ax=axes, label="layer", ticks=MaxNLocator(5, integer=True))
