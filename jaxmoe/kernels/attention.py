@@ -38,8 +38,8 @@ from jaxmoe.spmd.collectives import vary_like
 #: Blocks of queries that are unrolled; each one more costs compile time.
 MAX_BLOCKS = 8
 
-#: Queries of a block, if the row is short enough for `MAX_BLOCKS` of them.
-BLOCK_QUERIES = 128
+#: Queries of a block, if the row is short enough for `MAX_BLOCKS` of them (64 against 128 at S=512: 1.2 times faster).
+BLOCK_QUERIES = 64
 
 #: Queries whose scores exist at once in a longer row.
 LOOP_QUERIES = 512
@@ -67,46 +67,87 @@ def _wide_dtype(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def _visible(marks: _Marks, window: int | None) -> jax.Array:
-    """[B, S, T], True where query s sees key t."""
-    q_segment, k_segment = marks.q_segment_BS[:, :, None], marks.k_segment_BT[:, None, :]
-    ahead = marks.q_position_BS[:, :, None] - marks.k_position_BT[:, None, :]
+    """[B, 1, T, 1, C], True where query c sees key t."""
+    q_segment, k_segment = marks.q_segment_BS[:, None, :], marks.k_segment_BT[:, :, None]
+    ahead = marks.q_position_BS[:, None, :] - marks.k_position_BT[:, :, None]
     seen = (q_segment == k_segment) & (q_segment != 0) & (ahead >= 0)
-    return seen if window is None else seen & (ahead < window)
+    seen = seen if window is None else seen & (ahead < window)
+    return seen[:, None, :, None, :]
 
 
-def _scores(q_BKGCH, k_BKTH, marks: _Marks, options: _Options) -> tuple[jax.Array, jax.Array]:
-    """Scaled scores [B, K, G, C, T] in at least fp32, and the mask that broadcasts to them."""
-    wide = _wide_dtype(q_BKGCH.dtype)
-    s_BKGCT = jnp.einsum("bkgch,bkth->bkgct", q_BKGCH, k_BKTH, preferred_element_type=wide)
-    return s_BKGCT * options.scale, _visible(marks, options.window)[:, None, None]
+def _merge(value_BKGCH: jax.Array) -> jax.Array:
+    """The queries of a group's heads as one dim X = G * C: one larger product per key head."""
+    return value_BKGCH.reshape(*value_BKGCH.shape[:2], -1, value_BKGCH.shape[-1])
 
 
-def _chunk_forward(q_BKGCH, k_BKTH, v_BKTU, marks, sinks_KG, options) -> tuple[jax.Array, jax.Array]:
+def _per_key(rows_BKGCH: jax.Array, k_BKTH: jax.Array) -> jax.Array:
+    """Products [B, K, T, G, C] of every query row with every key row, in at least fp32.
+
+    Keys before queries: the products that sum over keys or queries then run at 0.7 to 0.8 of XLA:CPU's ceiling,
+    the other way round at 0.5, and reductions over keys vectorise.
+    """
+    wide = _wide_dtype(rows_BKGCH.dtype)
+    s_BKTX = jnp.einsum("bkth,bkxh->bktx", k_BKTH, _merge(rows_BKGCH), preferred_element_type=wide)
+    return s_BKTX.reshape(*s_BKTX.shape[:3], *rows_BKGCH.shape[2:4])
+
+
+def _sum_over_keys(p_BKTGC: jax.Array, v_BKTU: jax.Array) -> jax.Array:
+    """sum_t p v as [B, K, G, C, U], in at least fp32."""
+    p_BKTX = p_BKTGC.reshape(*p_BKTGC.shape[:3], -1)
+    # U before X in the product, turned afterwards: 1.5 times faster on CPU than asking for X before U.
+    o_BKUX = jnp.einsum("bktu,bktx->bkux", v_BKTU, p_BKTX, preferred_element_type=_wide_dtype(v_BKTU.dtype))
+    o_BKUGC = o_BKUX.reshape(*o_BKUX.shape[:3], *p_BKTGC.shape[3:])
+    return jnp.moveaxis(o_BKUGC, 2, 4)
+
+
+def _sum_over_queries(p_BKTGC: jax.Array, rows_BKGCH: jax.Array) -> jax.Array:
+    """sum_gc p row as [B, K, T, H], in at least fp32."""
+    p_BKTX = p_BKTGC.reshape(*p_BKTGC.shape[:3], -1)
+    wide = _wide_dtype(rows_BKGCH.dtype)
+    return jnp.einsum("bktx,bkxh->bkth", p_BKTX, _merge(rows_BKGCH), preferred_element_type=wide)
+
+
+def _chunk_forward(
+    q_BKGCH: jax.Array,
+    k_BKTH: jax.Array,
+    v_BKTU: jax.Array,
+    marks: _Marks,
+    sinks_KG: jax.Array | None,
+    options: _Options,
+) -> tuple[jax.Array, jax.Array]:
     """o [B, K, G, C, U] and l [B, K, G, C] of one chunk of queries."""
-    s, seen = _scores(q_BKGCH, k_BKTH, marks, options)
+    seen = _visible(marks, options.window)
+    s = _per_key(q_BKGCH, k_BKTH) * options.scale
     lowest = jnp.finfo(s.dtype).min
-    top = jnp.max(jnp.where(seen, s, lowest), axis=-1)
+    top = jnp.max(jnp.where(seen, s, lowest), axis=2)
     if sinks_KG is not None:
-        top = jnp.maximum(top, sinks_KG[:, :, None])
-    p = jnp.where(seen, jnp.exp(s - top[..., None]), 0)
-    total = jnp.sum(p, axis=-1)
+        sinks = sinks_KG[None, :, :, None]
+        top = jnp.maximum(top, sinks)
+    p = jnp.where(seen, jnp.exp(s - top[:, :, None]), 0)
+    total = jnp.sum(p, axis=2)
     if sinks_KG is not None:
-        total = total + jnp.exp(sinks_KG[:, :, None] - top)
-    o = jnp.einsum("bkgct,bktu->bkgcu", p.astype(v_BKTU.dtype), v_BKTU, preferred_element_type=s.dtype)
+        total = total + jnp.exp(sinks - top)
+    o = _sum_over_keys(p.astype(v_BKTU.dtype), v_BKTU)
     total = jnp.where(total > 0, total, 1)
     return (o / total[..., None]).astype(q_BKGCH.dtype), jnp.where(top > lowest, top, 0) + jnp.log(total)
 
 
-def _chunk_backward(q_BKGCH, k_BKTH, v_BKTU, marks, options, l_BKGC, do_BKGCU, delta_BKGC) -> tuple:
+def _chunk_backward(
+    q_BKGCH: jax.Array,
+    k_BKTH: jax.Array,
+    v_BKTU: jax.Array,
+    marks: _Marks,
+    options: _Options,
+    l_BKGC: jax.Array,
+    do_BKGCU: jax.Array,
+    delta_BKGC: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of one chunk's q, k and v; `delta` is the sum of o * do over U."""
-    s, seen = _scores(q_BKGCH, k_BKTH, marks, options)
-    wide, narrow = s.dtype, q_BKGCH.dtype
-    p = jnp.where(seen, jnp.exp(s - l_BKGC[..., None]), 0)
-    dp = jnp.einsum("bkgcu,bktu->bkgct", do_BKGCU, v_BKTU, preferred_element_type=wide)
-    ds = (p * (dp - delta_BKGC[..., None]) * options.scale).astype(narrow)
-    dv = jnp.einsum("bkgct,bkgcu->bktu", p.astype(narrow), do_BKGCU, preferred_element_type=wide)
-    dk = jnp.einsum("bkgct,bkgch->bkth", ds, q_BKGCH, preferred_element_type=wide)
-    return jnp.einsum("bkgct,bkth->bkgch", ds, k_BKTH, preferred_element_type=wide), dk, dv
+    s = _per_key(q_BKGCH, k_BKTH) * options.scale
+    p = jnp.where(_visible(marks, options.window), jnp.exp(s - l_BKGC[:, :, None]), 0)
+    ds = p * (_per_key(do_BKGCU, v_BKTU) - delta_BKGC[:, :, None]) * options.scale
+    p, ds = p.astype(q_BKGCH.dtype), ds.astype(q_BKGCH.dtype)
+    return _sum_over_keys(ds, k_BKTH), _sum_over_queries(ds, q_BKGCH), _sum_over_queries(p, do_BKGCU)
 
 
 def _blocks(num_queries: int, num_keys: int, options: _Options) -> list[tuple[slice, slice]]:
@@ -154,7 +195,9 @@ def _split_marks(marks: _Marks, count: int) -> tuple[jax.Array, jax.Array]:
     return _split(marks.q_segment_BS, 1, count), _split(marks.q_position_BS, 1, count)
 
 
-def _block_forward(q, k, v, marks: _Marks, sinks_KG, options: _Options) -> tuple[jax.Array, jax.Array]:
+def _block_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, marks: _Marks, sinks_KG: jax.Array | None, options: _Options
+) -> tuple[jax.Array, jax.Array]:
     count = _loop_count(q.shape[3])
     if count == 1:
         return _chunk_forward(q, k, v, marks, sinks_KG, options)
@@ -168,7 +211,16 @@ def _block_forward(q, k, v, marks: _Marks, sinks_KG, options: _Options) -> tuple
     return _join(o, 3, q.shape[3]), _join(l_sum, 3, q.shape[3])
 
 
-def _block_backward(q, k, v, marks: _Marks, options: _Options, l_sum, do, delta) -> tuple:
+def _block_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    marks: _Marks,
+    options: _Options,
+    l_sum: jax.Array,
+    do: jax.Array,
+    delta: jax.Array,
+) -> tuple:
     count = _loop_count(q.shape[3])
     if count == 1:
         return _chunk_backward(q, k, v, marks, options, l_sum, do, delta)
@@ -187,11 +239,25 @@ def _block_backward(q, k, v, marks: _Marks, options: _Options, l_sum, do, delta)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: _Options, q_BKGSH, k_BKTH, v_BKTU, marks: _Marks, sinks_KG) -> jax.Array:
+def _attend(
+    options: _Options,
+    q_BKGSH: jax.Array,
+    k_BKTH: jax.Array,
+    v_BKTU: jax.Array,
+    marks: _Marks,
+    sinks_KG: jax.Array | None,
+) -> jax.Array:
     return _attend_forward(options, q_BKGSH, k_BKTH, v_BKTU, marks, sinks_KG)[0]
 
 
-def _attend_forward(options: _Options, q_BKGSH, k_BKTH, v_BKTU, marks: _Marks, sinks_KG) -> tuple:
+def _attend_forward(
+    options: _Options,
+    q_BKGSH: jax.Array,
+    k_BKTH: jax.Array,
+    v_BKTU: jax.Array,
+    marks: _Marks,
+    sinks_KG: jax.Array | None,
+) -> tuple:
     parts = []
     for queries, keys in _blocks(q_BKGSH.shape[3], k_BKTH.shape[2], options):
         block = q_BKGSH[:, :, :, queries], k_BKTH[:, :, keys], v_BKTU[:, :, keys]
@@ -218,14 +284,14 @@ def _attend_backward(options: _Options, saved: tuple, do_BKGSU: jax.Array) -> tu
     dsinks = None
     if sinks_KG is not None:
         # A sink is a key with value 0: its probability times (0 - delta).
-        dsinks = -jnp.sum(jnp.exp(sinks_KG[:, :, None] - l_sum) * delta, axis=(0, 3))
+        dsinks = -jnp.sum(jnp.exp(sinks_KG[None, :, :, None] - l_sum) * delta, axis=(0, 3))
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, dsinks
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def attention(
+def attention(  # noqa: PLR0913 - queries and keys come with segments and positions of their own
     q_BSNH: Float[Array, "B S N H"],
     k_BTKH: Float[Array, "B T K H"],
     v_BTKH: Float[Array, "B T K U"],
@@ -261,7 +327,7 @@ def attention(
     return o_BKGSU.transpose(0, 3, 1, 2, 4).reshape(num_rows, num_queries, num_heads, -1)
 
 
-def attention_reference(
+def attention_reference(  # noqa: PLR0913 - the signature of `attention`
     q_BSNH: Float[Array, "B S N H"],
     k_BTKH: Float[Array, "B T K H"],
     v_BTKH: Float[Array, "B T K U"],
@@ -283,6 +349,6 @@ def attention_reference(
     seen_BST = same_BST & (ahead_BST >= 0) & (ahead_BST < (jnp.inf if window is None else window))
     s_BNST = scale * jnp.einsum("bsnh,btnh->bnst", q_BSNH, k_BTNH)
     e_BNST = jnp.where(seen_BST[:, None], jnp.exp(jnp.where(seen_BST[:, None], s_BNST, 0)), 0)
-    total_BNS = e_BNST.sum(-1) + (0 if sinks_N is None else jnp.exp(sinks_N)[:, None])
+    total_BNS = e_BNST.sum(-1) + (0 if sinks_N is None else jnp.exp(sinks_N)[None, :, None])
     p_BNST = e_BNST / jnp.where(total_BNS > 0, total_BNS, 1)[..., None]
     return jnp.einsum("bnst,btnu->bsnu", p_BNST, v_BTNU).astype(q_BSNH.dtype)

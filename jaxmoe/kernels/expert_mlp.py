@@ -169,28 +169,34 @@ def _sorted_weight(weight_TK: jax.Array, routing: Routing) -> jax.Array:
     return _take_rows(weight_TK.reshape(-1), routing.slot_P).astype(accumulation_dtype(weight_TK.dtype))
 
 
+def _joined(gate_up_ED2F: jax.Array) -> jax.Array:
+    """[E, D, 2F]. Made where it is used: a reshaped weight among the saved values would be stacked by a scan
+    over layers, while the weight as it came in is known to be the scan's own input and is not copied.
+    """
+    return gate_up_ED2F.reshape(*gate_up_ED2F.shape[:2], -1)
+
+
 def _forward(
     products: _Products,
     activation: Activation,
     x_TD: jax.Array,
     expert_TK: jax.Array,
     weight_TK: jax.Array,
-    gate_up_EDC: jax.Array,
+    gate_up_ED2F: jax.Array,
     down_EFD: jax.Array,
 ) -> tuple[jax.Array, tuple]:
     routing = sort_by_expert(expert_TK, down_EFD.shape[0])
     products = products.of(routing)
-    hidden_P2F = products.multiply(_take_rows(x_TD, routing.token_P), gate_up_EDC)
+    hidden_P2F = products.multiply(_take_rows(x_TD, routing.token_P), _joined(gate_up_ED2F))
     hidden_P2F = checkpoint_name(hidden_P2F, "expert_hidden")
     gated_PF = _gated(hidden_P2F, _sorted_weight(weight_TK, routing), routing.held_P, activation)
     out_PD = products.multiply(gated_PF.astype(x_TD.dtype), down_EFD)
-    return _sum_slots(out_PD, routing.row_TK).astype(x_TD.dtype), (
-        x_TD, weight_TK, hidden_P2F, routing, gate_up_EDC, down_EFD,
-    )  # fmt: skip
+    saved = (x_TD, weight_TK, hidden_P2F, routing, gate_up_ED2F, down_EFD)
+    return _sum_slots(out_PD, routing.row_TK).astype(x_TD.dtype), saved
 
 
 def _backward(products: _Products, activation: Activation, saved: tuple, dy_TD: jax.Array) -> tuple:
-    x_TD, weight_TK, hidden_P2F, routing, gate_up_EDC, down_EFD = saved
+    x_TD, weight_TK, hidden_P2F, routing, gate_up_ED2F, down_EFD = saved
     products = products.of(routing)
     weight_P = _sorted_weight(weight_TK, routing)
     gated_PF, gated_vjp = jax.vjp(lambda h, w: _gated(h, w, routing.held_P, activation), hidden_P2F, weight_P)
@@ -199,12 +205,12 @@ def _backward(products: _Products, activation: Activation, saved: tuple, dy_TD: 
     dgated_PF = products.multiply(dy_PD, down_EFD, transposed=True)
     dhidden_P2F, dweight_P = gated_vjp(dgated_PF.astype(gated_PF.dtype))
     dgate_up_EDC = products.accumulate(_take_rows(x_TD, routing.token_P), dhidden_P2F)
-    dx_PD = products.multiply(dhidden_P2F, gate_up_EDC, transposed=True)
+    dx_PD = products.multiply(dhidden_P2F, _joined(gate_up_ED2F), transposed=True)
     return (
         _sum_slots(dx_PD, routing.row_TK).astype(x_TD.dtype),
         None,
         _take_rows(dweight_P, routing.row_TK).astype(weight_TK.dtype),
-        dgate_up_EDC.astype(gate_up_EDC.dtype),
+        dgate_up_EDC.reshape(gate_up_ED2F.shape).astype(gate_up_ED2F.dtype),
         ddown_EFD.astype(down_EFD.dtype),
     )
 
@@ -240,9 +246,7 @@ def expert_mlp(
     Layout: everything local, varying over the union of the inputs' axes; no axis is reduced.
     Ids in `expert_TK` are 0 to E, E = not held here. Sums are at least fp32; the result has x's dtype.
     """
-    num_experts, width = down_EFD.shape[:2]
-    gate_up_EDC = gate_up_ED2F.reshape(num_experts, x_TD.shape[1], 2 * width)
-    inputs = (x_TD, expert_TK.astype(jnp.int32), weight_TK, gate_up_EDC, down_EFD)
+    inputs = (x_TD, expert_TK.astype(jnp.int32), weight_TK, gate_up_ED2F, down_EFD)
     # One type for all: an input that is equal over an axis where others vary gets its gradient summed by the cast.
     arrays = [vary_like(a, *inputs) for a in inputs]
     return _expert_mlp(implementation, activation, *arrays)
