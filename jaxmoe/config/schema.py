@@ -155,6 +155,9 @@ class Model(Section):
 class Objective(Section):
     calculate_per_token_loss: bool = True
     """True: one denominator per optimiser step. False: mean of micro-batch means."""
+    replicas: Size | None = None
+    """How many data-parallel replicas `aux_loss` and `balance_dp_token: false` average over; null is dp * ep. A multiple
+    of dp * ep makes a small mesh compute what a larger one would: these two depend on that number by definition."""
     balance_dp_token: bool = True
     """Only when `calculate_per_token_loss` is False: the cross-entropy of a micro-batch is a mean over the tokens of
     all data-parallel replicas (True) or a mean of each replica's own mean (False)."""

@@ -43,10 +43,12 @@ def set_balance(
 ) -> jax.Array:
     """E / (k n^2) * sum_i C_i Q_i over one set of `num_tokens` valid tokens, spread over `axes`; [L].
 
+    More than one set at once: give all three a first dim of sets, and get [sets, L].
+
     `aux_loss`: the tokens of a micro-batch on one replica, `axes` = sp, tp. `global_aux_loss`: those of the whole step,
     `axes` = all.
     """
     experts, dtype = score_sum_LE.shape[-1], score_sum_LE.dtype
     count = _pool(balance_count_LE, axes).astype(dtype)
-    inverse = _safe_inverse(num_tokens.astype(dtype))
+    inverse = _safe_inverse(num_tokens.astype(dtype))[..., None]
     return jnp.sum(count * score_sum_LE, axis=-1) * (experts / k * inverse * inverse)

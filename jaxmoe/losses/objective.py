@@ -4,7 +4,7 @@ Terms come as sums over this rank's tokens (parts over all axes). Their denomina
 before the first backward pass. The rules are those of the training objective:
 
     calculate_per_token_loss (default)    one denominator per step: J depends neither on M nor on the mesh
-    not calculate_per_token_loss          mean over micro-batches of each term's own mean: weight 1/M, for all terms alike
+    not calculate_per_token_loss          mean over micro-batches of each term's own mean: 1/M for all terms alike
 
 An empty set has weight 0: it adds nothing, and still counts in M and R.
 """
@@ -23,9 +23,6 @@ AUX, SEQ_AUX, GLOBAL_AUX, Z = "aux_loss", "seq_aux_loss", "global_aux_loss", "z_
 TOKEN_MEAN = "token_mean"
 """Weight of metrics that are means over the valid tokens of the step; no term of J."""
 
-#: What `term_weights` knows.
-TERM_WEIGHTS = (CROSS_ENTROPY, AUX, SEQ_AUX, Z, TOKEN_MEAN)
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -34,28 +31,35 @@ class StepCounts:
 
     target_M: jax.Array
     """Sum of loss_mask over all replicas."""
-    target_replica_M: jax.Array
-    """Sum of loss_mask on this data-parallel replica; varies over dp and ep."""
+    target_replica_MR: jax.Array
+    """Sum of loss_mask on each replica of this data-parallel rank (one, but for `objective.replicas`); varies over dp
+    and ep."""
     valid_M: jax.Array
     """Number of tokens that are no padding."""
     rows_M: jax.Array
     """Number of rows with at least one such token."""
 
 
-def count_step(loss_mask_MBS: jax.Array, valid_MBS: jax.Array, dtype: jnp.dtype) -> StepCounts:
+def replicas_per_rank(objective: Objective) -> int:
+    """Replicas that one (dp, ep) rank holds, in contiguous blocks of its rows."""
+    return 1 if objective.replicas is None else objective.replicas // axis_size(ROW_AXES)
+
+
+def count_step(loss_mask_MBS: jax.Array, valid_MBS: jax.Array, objective: Objective, dtype: jnp.dtype) -> StepCounts:
     """Count the whole step. Inputs hold this rank's tokens of the M / pp micro-batches of its pp rank.
 
     Micro-batch m is number m // pp on rank m % pp. Every token is counted by exactly one rank.
     """
 
     def over_pp(value: jax.Array) -> jax.Array:
-        return gather_equal(value[:, None], PP, dim=1).reshape(-1)
+        return gather_equal(value[:, None], PP, dim=1).reshape(-1, *value.shape[1:])
 
-    target = over_pp(sum_partial(loss_mask_MBS.astype(dtype).sum(axis=(1, 2)), POSITION_AXES))
+    blocks = loss_mask_MBS.reshape(loss_mask_MBS.shape[0], replicas_per_rank(objective), -1)
+    target = over_pp(sum_partial(blocks.astype(dtype).sum(axis=2), POSITION_AXES))
     row_MB = sum_partial(valid_MBS.sum(axis=2, dtype=jnp.int32), POSITION_AXES)
     return StepCounts(
-        target_M=sum_partial(target, ROW_AXES),
-        target_replica_M=target,
+        target_M=sum_partial(target.sum(axis=1), ROW_AXES),
+        target_replica_MR=target,
         valid_M=over_pp(sum_partial(row_MB.sum(axis=1), ROW_AXES)).astype(dtype),
         rows_M=over_pp(sum_partial((row_MB > 0).sum(axis=1, dtype=jnp.int32), ROW_AXES)).astype(dtype),
     )
@@ -69,26 +73,27 @@ def _inverse(value: jax.Array) -> jax.Array:
 def term_weights(counts: StepCounts, objective: Objective) -> dict[str, jax.Array]:
     """The weight of each term's sum over micro-batch m, [M]: J = sum_m sum_t c_t * weight_t[m] * term_t(m).
 
-    `cross_entropy`: of a sum of loss_mask * CE. `z_loss`: of a sum over valid tokens. `seq_aux_loss`: of a sum over
-    rows. `aux_loss`: of a sum over replicas. `global_aux_loss` is a step quantity: its weight is 1, always, and it is
-    not listed. All are equal over all axes but cross-entropy's with `balance_dp_token: false`.
+    `cross_entropy`: [M, R], of a sum of loss_mask * CE, for each replica of this rank. `z_loss`: of a sum over valid
+    tokens. `seq_aux_loss`: of a sum over rows. `aux_loss`: of a sum over replicas. `global_aux_loss` is a step
+    quantity: its weight is 1, always, and it is not listed. All are equal over all axes but cross-entropy's with
+    `balance_dp_token: false`.
     """
-    replicas = axis_size(ROW_AXES)
+    replicas = objective.replicas or axis_size(ROW_AXES)
     num_microbatches = counts.target_M.shape[0]
     ones = jnp.ones_like(counts.target_M)
     token_mean = ones * _inverse(counts.valid_M.sum())
     if objective.calculate_per_token_loss:
         return {
-            CROSS_ENTROPY: ones * _inverse(counts.target_M.sum()),
+            CROSS_ENTROPY: jnp.ones_like(counts.target_replica_MR) * _inverse(counts.target_M.sum()),
             Z: token_mean,
             SEQ_AUX: ones * _inverse(counts.rows_M.sum()),
             AUX: counts.valid_M * token_mean / replicas,
             TOKEN_MEAN: token_mean,
         }
     if objective.balance_dp_token:
-        cross_entropy = _inverse(counts.target_M)
+        cross_entropy = jnp.ones_like(counts.target_replica_MR) * _inverse(counts.target_M)[:, None]
     else:
-        cross_entropy = _inverse(counts.target_replica_M) / replicas
+        cross_entropy = _inverse(counts.target_replica_MR) / replicas
     weights = {
         CROSS_ENTROPY: cross_entropy,
         Z: _inverse(counts.valid_M),

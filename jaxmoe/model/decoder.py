@@ -1,5 +1,7 @@
 """The whole model as a tree of parameters with the parts of its forward pass."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -42,6 +44,17 @@ class Head(nnx.Module):
         self.weight_DV = init.normal((init.model.d_model, init.model.vocab_size), P(None, TP))
 
 
+def _run_lead(
+    graphdef: nnx.GraphDef,
+    tokens: Tokens,
+    key: jax.Array | None,
+    materialize: Materialize,
+    x_BSD: jax.Array,
+    weights: nnx.State,
+) -> jax.Array:
+    return nnx.merge(graphdef, materialize(weights))(x_BSD, tokens, key)[0]
+
+
 class Decoder(nnx.Module):
     """Embedding, leading dense layers, the trunk, final norm, head.
 
@@ -81,10 +94,7 @@ class Decoder(nnx.Module):
         x_BSD = self.embedding(inputs_BS, self.dtype)
         for number, layer in enumerate(self.lead):
             graphdef, state = nnx.split(layer)
-
-            def run(x: jax.Array, weights: nnx.State, graphdef=graphdef, number=number) -> jax.Array:
-                return nnx.merge(graphdef, materialize(weights))(x, tokens, layer_key(noise_key, number))[0]
-
+            run = partial(_run_lead, graphdef, tokens, layer_key(noise_key, number), materialize)
             x_BSD = rematerialized(run, self.config.parallel.remat)(x_BSD, state)
         return x_BSD
 

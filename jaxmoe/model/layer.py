@@ -105,8 +105,6 @@ def scan_layers(
         if not has_padding:
             return run(x, weights, layer_id)
         _, types = jax.eval_shape(run, x, weights, layer_id)
-        return jax.lax.cond(
-            layer_id >= 0, run, lambda x, *_: (x, jax.tree.map(zeros_of, types)), x, weights, layer_id
-        )
+        return jax.lax.cond(layer_id >= 0, run, lambda x, *_: (x, jax.tree.map(zeros_of, types)), x, weights, layer_id)
 
     return jax.lax.scan(body, x_BSD, (state, layer_ids))

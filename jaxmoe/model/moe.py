@@ -68,9 +68,7 @@ class Moe(nnx.Module):
             if moe.shared_expert_gate:
                 self.shared_gate_D = init.normal((init.model.d_model,), P())
 
-    def __call__(
-        self, x_BSD: jax.Array, tokens: Tokens, noise_key: jax.Array | None
-    ) -> tuple[jax.Array, RouterStats]:
+    def __call__(self, x_BSD: jax.Array, tokens: Tokens, noise_key: jax.Array | None) -> tuple[jax.Array, RouterStats]:
         expert_BSK, weight_BSK, stats = self.router(x_BSD, tokens, noise_key)
         expert_BSK = jnp.where(tokens.valid_BS[..., None], expert_BSK, self.num_experts)
         batch, seq, width = x_BSD.shape

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config.schema import Model
 
-
 ModuleT = TypeVar("ModuleT", bound=nnx.Module)
 
 

@@ -1,6 +1,6 @@
 """Rotary position embedding, with the usual ways to stretch it.
 
-Source: Su et al. 2021, arXiv:2104.09864; YaRN: Peng et al. 2023, arXiv:2309.00071; the llama3 rule: Llama 3.1 model card.
+Source: Su et al. 2021, arXiv:2104.09864; YaRN: Peng et al. 2023, arXiv:2309.00071; llama3: the Llama 3.1 model card.
 """
 
 import math

@@ -1,14 +1,14 @@
 """The five mesh axes and the words for groups of them.
 
-| tensor                                  | pp          | dp | ep            | sp | tp                       |
-|-----------------------------------------|-------------|----|---------------|----|--------------------------|
-| tokens, residual stream                 | varies      | varies (rows) | varies (rows) | varies (positions) | varies (positions) |
-| dense weights of the trunk              | layer dim   | =  | =             | =  | by the weight's spec     |
-| norms, router, router bias of the trunk | layer dim   | =  | =             | =  | =                        |
-| routed experts                          | layer dim   | =  | expert dim    | =  | expert dim or hidden dim |
-| embedding, head, leading dense layers   | =           | =  | =             | =  | by the weight's spec     |
-| gradient is summed over                 | what the weight's spec leaves out, once per step, after the micro-batches                 |
+| tensor                         | pp        | dp     | ep         | sp          | tp                   |
+|--------------------------------|-----------|--------|------------|-------------|----------------------|
+| tokens, residual stream        | varies    | rows   | rows       | positions   | positions            |
+| dense weights of the trunk     | layer dim | =      | =          | =           | by the weight's spec |
+| norms, router, router bias     | layer dim | =      | =          | =           | =                    |
+| routed experts                 | layer dim | =      | expert dim | =           | expert or hidden dim |
+| embedding, head, leading dense | =         | =      | =          | =           | by the weight's spec |
 
+Gradients are summed over all axes that a weight's spec leaves out, once per step, after the micro-batches.
 "=" means equal on every rank of the axis. With `parallel.zero` 1 or 3 the state also splits weights and
 optimiser state over the data axes (`step/layout.py`).
 """

@@ -41,11 +41,11 @@ class Batch:
 
     @classmethod
     def from_numpy(cls, arrays: Mapping[str, np.ndarray], mesh: Mesh) -> "Batch":
-        """Global arrays from host arrays that hold the whole batch; each process puts only what its devices own.
+        """Global arrays from host arrays of the whole batch; each process puts only what its devices own.
 
         Raises:
-            ValueError: fields missing, unknown, of unequal or indivisible shape, of a wrong kind, or a loss_mask that is
-                negative, not finite, or positive in padding.
+            ValueError: fields missing, unknown, of unequal or indivisible shape, of a wrong kind, or a loss_mask that
+                is negative, not finite, or positive in padding.
         """
         problems = _problems(arrays, mesh)
         if problems:
@@ -88,7 +88,7 @@ def _problems(arrays: Mapping[str, np.ndarray], mesh: Mesh) -> list[str]:
 
 
 def zigzag_order(seq_len: int, ranks: int) -> np.ndarray:
-    """The columns of a row in the order in which the sp ranks hold them: rank r holds chunks r and 2 * ranks - 1 - r."""
+    """A row's columns in the order of the sp ranks that hold them: rank r holds chunks r and 2 * ranks - 1 - r."""
     chunks = np.arange(seq_len).reshape(2 * ranks, -1)
     return np.concatenate([chunks[[r, 2 * ranks - 1 - r]].reshape(-1) for r in range(ranks)])
 

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxmoe.losses.cross_entropy import cross_entropy_sum
+from jaxmoe.losses.objective import CROSS_ENTROPY
 from jaxmoe.model.decoder import Decoder
 from jaxmoe.model.layer import scan_layers
 from jaxmoe.model.router import RouterStats
@@ -13,7 +15,7 @@ from jaxmoe.model.tokens import Tokens
 from jaxmoe.spmd.axes import PP, TP
 from jaxmoe.spmd.collectives import gather, keep_one_copy, own_piece
 from jaxmoe.step.layout import Layout
-from jaxmoe.step.parts import Parts, add_cross_entropy, add_router_stats, to_slots
+from jaxmoe.step.parts import Parts, add_router_stats, to_slots
 
 Arrays = dict[str, jax.Array]
 
@@ -42,7 +44,7 @@ class Forward:
         return own_piece(jnp.asarray(self.layout.layer_ids, jnp.int32), PP, dim=0)
 
     def layers(
-        self, x_BSD: jax.Array, tokens: Tokens, trunk, layer_ids: jax.Array
+        self, x_BSD: jax.Array, tokens: Tokens, trunk: nnx.List, layer_ids: jax.Array
     ) -> tuple[jax.Array, RouterStats | None]:
         """Run stacked layers of the trunk; statistics by slot."""
         x_BSD, stats = scan_layers(
@@ -62,12 +64,15 @@ class Forward:
         x_BQD = gather(self.model.final_norm(x_BSD), TP, dim=1)
         return x_BQD.reshape(-1, x_BQD.shape[-1])
 
-    def loss_sum(self, x_BSD: jax.Array, arrays: Arrays) -> jax.Array:
-        """Sum over tokens of loss_mask * CE: a part over all axes."""
-        target, weight = (gather(arrays[name], TP, dim=1).reshape(-1) for name in ("targets", "loss_mask"))
+    def add_cross_entropy(self, parts: Parts, x_BSD: jax.Array, arrays: Arrays, weights: Arrays) -> Parts:
+        """Add a micro-batch's sum over tokens of weight * loss_mask * CE, a part over all axes."""
+        target, mask = (gather(arrays[name], TP, dim=1) for name in ("targets", "loss_mask"))
+        by_replica_R = weights[CROSS_ENTROPY]
+        by_row_B = jnp.repeat(by_replica_R, x_BSD.shape[0] // by_replica_R.shape[0])
+        weight = (mask.astype(by_row_B.dtype) * by_row_B[:, None]).reshape(-1)
         x_TD = self.head_inputs(x_BSD)
-        total = cross_entropy_sum(x_TD, self.model.head_weight().astype(x_TD.dtype), target, weight)
-        return keep_one_copy(total, TP)
+        total = cross_entropy_sum(x_TD, self.model.head_weight().astype(x_TD.dtype), target.reshape(-1), weight)
+        return parts.add(cross_entropy=keep_one_copy(total, TP))
 
     def hidden(self, arrays: Arrays) -> tuple[jax.Array, RouterStats | None, Tokens]:
         """The trunk's output of a micro-batch, all layers on this rank."""
@@ -79,4 +84,4 @@ class Forward:
         """A whole micro-batch, without a pipeline."""
         x_BSD, stats, tokens = self.hidden(arrays)
         parts = add_router_stats(parts, self.layout, stats, tokens.valid_BS, weights)
-        return add_cross_entropy(parts, self.loss_sum(x_BSD, arrays), weights)
+        return self.add_cross_entropy(parts, x_BSD, arrays, weights)

@@ -1,11 +1,12 @@
 """The objective of a step and its gradient, from micro-batches. Inside shard_map."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxmoe.losses.objective import GLOBAL_AUX, TERM_WEIGHTS, StepCounts, router_coefficients, term_weights
+from jaxmoe.losses.objective import GLOBAL_AUX, StepCounts, router_coefficients, term_weights
 from jaxmoe.spmd.collectives import zeros_of
 from jaxmoe.step.forward import Arrays, Forward
 from jaxmoe.step.layout import Layout
@@ -38,15 +39,11 @@ def add_step(forward: Forward, parts: Parts, arrays: Arrays, weights: Arrays) ->
     return jax.lax.scan(body, parts, (arrays, weights))[0]
 
 
-def all_hidden(forward: Forward, arrays: Arrays) -> jax.Array:
-    """Hidden states [M / pp, B, S, D] after the trunk, of this pp rank's micro-batches."""
+def all_hidden(forward: Forward, arrays: Arrays, weights: Arrays) -> jax.Array:
+    """Hidden states [M / pp, B, S, D] after the trunk, of this pp rank's micro-batches. Router terms are dropped."""
     if forward.layout.stages == 1:
         return jax.lax.map(lambda own: forward.hidden(own)[0], arrays)
-    num_microbatches = arrays["inputs"].shape[0] * forward.layout.stages
-    zeros = Parts.zeros(forward.layout, wide_dtype(forward.layout))
-    # The router's terms of this pass are dropped; their weights are of no matter.
-    weights = {name: jnp.zeros(num_microbatches, zeros.cross_entropy.dtype) for name in TERM_WEIGHTS}
-    return run_pipeline(forward, zeros, arrays, weights)[1]
+    return run_pipeline(forward, Parts.zeros(forward.layout, wide_dtype(forward.layout)), arrays, weights)[1]
 
 
 def objective_and_gradients(
@@ -74,7 +71,9 @@ def objective_and_gradients(
     return _by_microbatch(one, weights, (arrays, by_microbatch))
 
 
-def _by_microbatch(one, weights: Tree, inputs: tuple[Arrays, Arrays]) -> tuple[jax.Array, Parts, Tree]:
+def _by_microbatch(
+    one: Callable[..., Any], weights: Tree, inputs: tuple[Arrays, Arrays]
+) -> tuple[jax.Array, Parts, Tree]:
     """Sum of `one` and its gradient over the micro-batches; memory does not grow with their number."""
     differentiate = jax.value_and_grad(one, has_aux=True)
 

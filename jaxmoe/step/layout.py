@@ -26,7 +26,7 @@ def _spec_axes(spec: P) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one parameter lies. `gather_axes` split it further, at dim `gather_dim` (from the end), under `zero` 1, 3."""
+    """Where one parameter lies. Under `zero` 1, 3 `gather_axes` split it further, at dim `gather_dim` from the end."""
 
     spec: P
     gather_axes: tuple[str, ...]
@@ -121,6 +121,8 @@ class Layout:
 
 
 def _collect_variable(variable: nnx.Variable) -> nnx.Variable:
+    if not isinstance(variable, nnx.Param):
+        return variable
     placement = variable.get_metadata("placement")
     return variable.replace(placement.collect(variable.get_raw_value()))
 
@@ -134,9 +136,8 @@ def trunk_order(config: Config, stages: int) -> tuple[int, ...]:
     """Stage r holds chunks r, r + stages, ...; each chunk is a run of consecutive repeats. Short ends are padded."""
     repeats, chunks = layer_plan(config.model).repeats, _chunks(config, stages)
     length = math.ceil(repeats / (stages * chunks))
-    order = [
-        (chunk * stages + stage) * length + i for stage in range(stages) for chunk in range(chunks) for i in range(length)
-    ]
+    starts = [(chunk * stages + stage) * length for stage in range(stages) for chunk in range(chunks)]
+    order = [start + i for start in starts for i in range(length)]
     return tuple(repeat if repeat < repeats else -1 for repeat in order)
 
 

@@ -1,24 +1,28 @@
 """What the micro-batches of a step add up to."""
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmoe.losses.balance import row_balance, set_balance
-from jaxmoe.losses.objective import AUX, CROSS_ENTROPY, GLOBAL_AUX, SEQ_AUX, TOKEN_MEAN, Z, router_coefficients
+from jaxmoe.losses.objective import (
+    AUX,
+    GLOBAL_AUX,
+    SEQ_AUX,
+    TOKEN_MEAN,
+    Z,
+    replicas_per_rank,
+    router_coefficients,
+)
 from jaxmoe.model.router import RouterStats
 from jaxmoe.spmd.axes import AXES, REPLICA_AXES
 from jaxmoe.spmd.collectives import as_part, sum_partial, to_varying, vary_like
 from jaxmoe.step.layout import Layout
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["cross_entropy", "terms", "metrics", "count_LE", "score_sum_LE", "balance_count_LE"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Parts:
     """Sums that carry their weight in J already. L slots, one per layer of the model.
@@ -47,20 +51,21 @@ class Parts:
         zero_L, zero_LE = jnp.zeros(slots, dtype), jnp.zeros((slots, experts), dtype)
         parts = cls(
             cross_entropy=jnp.zeros((), dtype),
-            terms={name: zero_L for name in terms if name != GLOBAL_AUX},
-            metrics={name: zero_L for name in ("router_entropy", "top1_weight")} if moe else {},
+            terms=dict.fromkeys((name for name in terms if name != GLOBAL_AUX), zero_L),
+            metrics=dict.fromkeys(("router_entropy", "top1_weight") if moe else (), zero_L),
             count_LE=zero_LE.astype(jnp.int32),
             score_sum_LE=zero_LE,
             balance_count_LE=zero_LE.astype(jnp.int32),
         )
         return jax.tree.map(lambda value: to_varying(value, AXES), parts)
 
-    def add(self, **changes) -> "Parts":
-        """With values added to some fields; each must be a part over all axes."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        for name, value in changes.items():
-            values[name] = jax.tree.map(lambda old, new: old + as_part(new), values[name], value)
-        return Parts(**values)
+    def add(self, **values: Any) -> "Parts":
+        """With values added to the named fields; each must be a part over all axes."""
+        sums = {
+            name: jax.tree.map(lambda old, new: old + as_part(new), getattr(self, name), value)
+            for name, value in values.items()
+        }
+        return replace(self, **sums)
 
     def objective(self, layout: Layout, num_valid: jax.Array) -> tuple[jax.Array, "Parts"]:
         """This rank's part of J, and the parts with the step's own terms added.
@@ -77,7 +82,7 @@ class Parts:
         total = self.cross_entropy
         for name, coefficient in coefficients.items():
             total = total + coefficient * terms[name].sum()
-        return total, Parts(**{**self.__dict__, "terms": terms})
+        return total, replace(self, terms=terms)
 
     def summed(self) -> "Parts":
         """The whole step's numbers, equal on all ranks."""
@@ -117,8 +122,7 @@ def add_router_stats(
     values = {}
     for name in parts.terms:
         if name == AUX:
-            num_tokens = sum_partial(valid_B.sum(), REPLICA_AXES)
-            values[name] = set_balance(balance_count_LE, score_sum_LE, num_tokens, k, REPLICA_AXES)
+            values[name] = _replica_balance(layout, stats, valid_B, k)
         elif name == SEQ_AUX:
             values[name] = row_balance(stats.balance_count_BE, stats.score_sum_BE, valid_B, k, REPLICA_AXES)
         elif name == Z:
@@ -133,6 +137,14 @@ def add_router_stats(
     )
 
 
-def add_cross_entropy(parts: Parts, loss_sum: jax.Array, weights: dict[str, jax.Array]) -> Parts:
-    """Add one micro-batch's weighted sum of loss_mask * CE."""
-    return parts.add(cross_entropy=weights[CROSS_ENTROPY] * loss_sum)
+def _replica_balance(layout: Layout, stats: RouterStats, valid_B: jax.Array, k: int) -> jax.Array:
+    """`aux_loss` of each replica on this rank, summed over them, [L]."""
+    replicas = replicas_per_rank(layout.config.objective)
+
+    def by_replica(value_LBE: jax.Array) -> jax.Array:
+        layers, rows, experts = value_LBE.shape
+        return value_LBE.reshape(layers, replicas, rows // replicas, experts).sum(axis=2).swapaxes(0, 1)
+
+    num_tokens = sum_partial(valid_B.reshape(replicas, -1).sum(axis=1), REPLICA_AXES)
+    counts, scores = by_replica(stats.balance_count_BE), by_replica(stats.score_sum_BE)
+    return set_balance(counts, scores, num_tokens, k, REPLICA_AXES).sum(axis=0)

@@ -13,6 +13,8 @@ micro-batch in the input ring, and an output that the last stage drops into the 
 its group of `pp` comes out. So no rank ever holds more than its own M / pp micro-batches.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -20,13 +22,15 @@ from flax import nnx
 from jaxmoe.spmd.axes import PP
 from jaxmoe.spmd.collectives import axis_size, rank, shift, zeros_of
 from jaxmoe.step.forward import Arrays, Forward
-from jaxmoe.step.parts import Parts, add_cross_entropy, add_router_stats
+from jaxmoe.step.parts import Parts, add_router_stats
+
+Tree = Any
 
 #: What travels with the hidden states: what the tokens are.
 MARKS = ("ids", "positions", "segment_ids")
 
 
-def _chunk(tree, index: jax.Array, chunks: int):
+def _chunk(tree: Tree, index: jax.Array, chunks: int) -> Tree:
     """Chunk `index` of arrays that hold all chunks of this stage along dim 0."""
     if chunks == 1:
         return tree
@@ -48,7 +52,7 @@ def _run_trunk(
     round_ticks = stages * chunks
     empty = jax.tree.map(lambda value: zeros_of(value[0]), inputs)
 
-    def tick(carry, time: jax.Array):
+    def tick(carry: Tree, time: jax.Array) -> tuple[Tree, None]:
         parts, received, input_ring, output_ring, outputs = carry
         fresh = jax.tree.map(lambda v: v[jnp.minimum(time // round_ticks, v.shape[0] - 1)], inputs)
         input_ring = jax.tree.map(lambda new, old: jnp.where(time % round_ticks == 0, new, old), fresh, input_ring)
@@ -72,8 +76,8 @@ def _run_trunk(
         complete = (done >= 0) & (done % round_ticks == round_ticks - 1)
         outputs = outputs.at[group].set(jnp.where(complete, output_ring, outputs[group]))
 
-        sent = shift_tree({**own, "x": x_BSD}, 1)
-        return (parts, sent, shift_tree(input_ring, -1), output_ring, outputs), None
+        sent = _shift_all({**own, "x": x_BSD}, 1)
+        return (parts, sent, _shift_all(input_ring, -1), output_ring, outputs), None
 
     carry = (parts, empty, empty, empty["x"], zeros_of(inputs["x"]))
     ticks = num_microbatches * chunks + stages - 1
@@ -81,20 +85,18 @@ def _run_trunk(
     return parts, outputs
 
 
-def shift_tree(tree, by: int):
+def _shift_all(tree: Tree, by: int) -> Tree:
     """`shift` over pp of every leaf."""
     return jax.tree.map(lambda value: shift(value, PP, by), tree)
 
 
-def run_pipeline(
-    forward: Forward, parts: Parts, arrays: Arrays, weights: Arrays
-) -> tuple[Parts, jax.Array]:
+def run_pipeline(forward: Forward, parts: Parts, arrays: Arrays, weights: Arrays) -> tuple[Parts, jax.Array]:
     """All micro-batches up to the end of the trunk. `arrays` [M / pp, B, S] are this rank's, `weights` [M] all.
 
     Returns the parts with the router's terms, and the hidden states [M / pp, B, S, D] of this rank's micro-batches.
     """
 
-    def before(_, own: Arrays):
+    def before(_: None, own: Arrays) -> tuple[None, jax.Array]:
         return None, forward.embed(own, forward.tokens(own))
 
     _, embedded = jax.lax.scan(before, None, arrays)
@@ -105,9 +107,9 @@ def run_pipeline(
 def add_losses(forward: Forward, parts: Parts, hidden: jax.Array, arrays: Arrays, weights: Arrays) -> Parts:
     """The losses of this rank's micro-batches, from the hidden states that `run_pipeline` returned."""
 
-    def add(parts: Parts, own):
+    def add(parts: Parts, own: Tree) -> tuple[Parts, None]:
         x_BSD, arrays, weights = own
-        return add_cross_entropy(parts, forward.loss_sum(x_BSD, arrays), weights), None
+        return forward.add_cross_entropy(parts, x_BSD, arrays, weights), None
 
-    mine = {name: value.reshape(-1, axis_size(PP))[:, rank(PP)] for name, value in weights.items()}
+    mine = {name: value.reshape(-1, axis_size(PP), *value.shape[1:])[:, rank(PP)] for name, value in weights.items()}
     return jax.lax.scan(jax.checkpoint(add), parts, (hidden, arrays, mine))[0]

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe.losses.objective import CROSS_ENTROPY, TERM_WEIGHTS, StepCounts, count_step
+from jaxmoe.losses.objective import CROSS_ENTROPY, StepCounts, count_step, term_weights
 from jaxmoe.model.norm import at_least_float32
 from jaxmoe.optim.schedule import learning_rate
 from jaxmoe.spmd.axes import AXES, POSITION_AXES, PP, ROW_AXES, SP, TP
@@ -50,7 +50,7 @@ def _local(arrays: Arrays) -> Arrays:
 
 
 def _count(layout: Layout, arrays: Arrays) -> StepCounts:
-    return count_step(arrays["loss_mask"], arrays["segment_ids"] != 0, wide_dtype(layout))
+    return count_step(arrays["loss_mask"], arrays["segment_ids"] != 0, layout.config.objective, wide_dtype(layout))
 
 
 def _noise_key(layout: Layout, step: jax.Array) -> jax.Array | None:
@@ -71,13 +71,13 @@ def _gradient_pass(state: TrainState, arrays: Arrays) -> tuple[jax.Array, Parts,
     return sum_partial(total, AXES), parts, layout.reduce_gradients(gradients), counts
 
 
-def _train(state: TrainState, arrays: Arrays) -> tuple[TrainState, StepMetrics]:
+def _train(state: TrainState, arrays: Arrays) -> tuple[TrainState, StepMetrics, Tree]:
     layout, optimizer = state.layout, optimizer_of(state.layout)
-    total, parts, gradients, counts = _gradient_pass(state, arrays)
-    norm = global_norm(gradients)
+    total, parts, raw_gradients, counts = _gradient_pass(state, arrays)
+    norm = global_norm(raw_gradients)
     applied = (counts.target_M.sum() > 0) & jnp.isfinite(norm) & jnp.isfinite(total)
     scale = clip_scale(norm, layout.config.optimizer.clip_norm)
-    gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
+    gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), raw_gradients)
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     expert_counts = sum_partial(parts.count_LE, AXES)
@@ -109,7 +109,7 @@ def _train(state: TrainState, arrays: Arrays) -> tuple[TrainState, StepMetrics]:
         step=state.step + 1,
         skipped_in_a_row=skipped_in_a_row,
     )
-    return state, metrics
+    return state, metrics, raw_gradients
 
 
 def _updates_done(opt_state: Tree) -> jax.Array:
@@ -124,8 +124,14 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics
     A step without a single target, or with a gradient that is not finite, is skipped: parameters, optimiser state and
     router bias stay, `skipped_in_a_row` counts.
     """
+    return probe_step(state, batch)[:2]
+
+
+@jax.jit
+def probe_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics, Tree]:
+    """`train_step` that keeps its input and also returns the gradient before clipping, in the tree of the parameters."""
     specs = state_specs(state.config, state.mesh)
-    step = manual(_train, state.mesh, in_specs=(specs, BATCH_SPEC), out_specs=(specs, P()))
+    step = manual(_train, state.mesh, in_specs=(specs, BATCH_SPEC), out_specs=(specs, P(), specs.params))
     return step(state, _cut(batch, state))
 
 
@@ -189,7 +195,7 @@ def eval_step(state: TrainState, batch: Batch) -> EvalSums:
     def body(state: TrainState, arrays: Arrays) -> EvalSums:
         layout, arrays = state.layout, _local(arrays)
         counts = _count(layout, arrays)
-        ones = {name: jnp.ones_like(counts.target_M) for name in TERM_WEIGHTS}
+        ones = jax.tree.map(jnp.ones_like, term_weights(counts, layout.config.objective))
         parts = add_step(_evaluating(state), Parts.zeros(layout, wide_dtype(layout)), arrays, ones)
         return EvalSums(loss_sum=sum_partial(parts.cross_entropy, AXES), weight_sum=counts.target_M.sum())
 
@@ -204,7 +210,8 @@ def forward(state: TrainState, batch: Batch) -> jax.Array:
     def body(state: TrainState, arrays: Arrays) -> jax.Array:
         arrays = _local(arrays)
         model = _evaluating(state)
-        hidden = all_hidden(model, arrays)
+        weights = term_weights(_count(state.layout, arrays), state.config.objective)
+        hidden = all_hidden(model, arrays, weights)
 
         def logits(x_BSD: jax.Array) -> jax.Array:
             x_TD = model.head_inputs(x_BSD)
