@@ -52,7 +52,7 @@ class Place:
 
     def close(self):
         self.closed += 1
-        if self.error:
+        if isinstance(self.error, OSError):
             raise self.error
 
 
