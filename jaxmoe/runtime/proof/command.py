@@ -1,0 +1,182 @@
+"""The whole of a verification: plan, run, compare, print."""
+
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from jaxmoe.config.errors import ConfigError, Problem, UserError
+from jaxmoe.config.schema import Config
+from jaxmoe.runtime.proof.compare import Difference, Outcome, differences, flipped_routes
+from jaxmoe.runtime.proof.layouts import MICROBATCHES, Layout, chosen_layouts, name_of, variant
+from jaxmoe.runtime.proof.run import run_layout
+from jaxmoe.runtime.proof.shrink import shrink, split_dependent
+
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One layout against one device, at one number of micro-batches."""
+
+    layout: str
+    num_microbatches: int
+    found: Sequence[Difference]
+    flipped: int
+    seconds: float
+
+    @property
+    def worst(self) -> Difference:
+        return max(self.found, key=lambda d: d.value)
+
+    def passes(self, tolerance: float) -> bool:
+        return self.worst.value <= tolerance
+
+
+def _use_cpu_devices(count: int) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+    jax.config.update("jax_default_matmul_precision", "highest")
+    if jax.device_count() < count:
+        raise UserError(f"--devices={count}: JAX already runs with {jax.device_count()} devices; start a new process")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What runs: a reference per number of micro-batches, the layouts, and those that the config cannot have."""
+
+    references: dict[int, Config]
+    runs: list[tuple[Layout, int, Config]]
+    left_out: list[tuple[Layout, int, list[Problem]]]
+
+
+def make_plan(config: Config, layouts: Sequence[Layout]) -> Plan:
+    """Every layout with every number of micro-batches that it can have."""
+    references, runs, left_out = {}, [], []
+    for layout in layouts:
+        for num_microbatches in MICROBATCHES:
+            made = variant(config, layout, num_microbatches)
+            if isinstance(made, Config):
+                runs.append((layout, num_microbatches, made))
+            else:
+                left_out.append((layout, num_microbatches, made))
+    for num_microbatches in sorted({m for _, m, _ in runs}):
+        made = variant(config, {"zero": 0, "pipeline_schedule": "gpipe", "pipeline_chunks": 1}, num_microbatches)
+        if not isinstance(made, Config):
+            raise ConfigError(made)
+        references[num_microbatches] = made
+    return Plan(references, runs, left_out)
+
+
+def execute(plan: Plan, seed: int, console: Console) -> list[Comparison]:
+    """Run everything, as many at once as there are cores: compiling takes nearly all the time."""
+    comparisons: list[Comparison] = []
+    columns = (
+        TextColumn("verify"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[now]}"),
+    )
+    with Progress(*columns, console=console, transient=True) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
+        task = bar.add_task("verify", total=len(plan.references) + len(plan.runs), now="one device")
+        references: dict[int, Future[Outcome]] = {
+            m: pool.submit(run_layout, config, seed) for m, config in plan.references.items()
+        }
+        runs = {pool.submit(run_layout, config, seed): (layout, m) for layout, m, config in plan.runs}
+        for future in references.values():
+            future.add_done_callback(lambda _: bar.advance(task))
+        for future in as_completed(runs):
+            layout, m = runs[future]
+            outcome, reference = future.result(), references[m].result()
+            found = differences(reference, outcome)
+            flipped = flipped_routes(reference, outcome)
+            comparisons.append(Comparison(name_of(layout), m, found, flipped, outcome.seconds))
+            bar.update(task, advance=1, now=f"{name_of(layout)} M={m}")
+    order = {(name_of(layout), m): i for i, (layout, m, _) in enumerate(plan.runs)}
+    return sorted(comparisons, key=lambda c: order[c.layout, c.num_microbatches])
+
+
+def _table(comparisons: Sequence[Comparison], tolerance: float, dtype: str) -> Table:
+    table = Table(title=f"largest relative difference from one device, {dtype}, tolerance {tolerance:g}")
+    for name, justify in (("layout", "left"), ("M", "right"), ("difference", "right"), ("kind", "left")):
+        table.add_column(name, justify=justify)
+    table.add_column("worst leaf", overflow="fold")
+    table.add_column("flipped routes", justify="right")
+    table.add_column("seconds", justify="right")
+    table.add_column("")
+    for item in comparisons:
+        worst, good = item.worst, item.passes(tolerance)
+        table.add_row(
+            item.layout,
+            str(item.num_microbatches),
+            f"{worst.value:.1e}",
+            worst.kind,
+            worst.worst_leaf,
+            str(item.flipped),
+            f"{item.seconds:.1f}",
+            "[green]equal[/]" if good else "[red]DIFFERS[/]",
+        )
+    return table
+
+
+def _report(plan: Plan, comparisons: Sequence[Comparison], config: Config, dtype: str, console: Console) -> None:
+    tolerance = TOLERANCE[dtype]
+    console.print(_table(comparisons, tolerance, dtype))
+    for text in split_dependent(config):
+        console.print(f"By definition: {text}. Compared at the same M and at 8 replicas (objective.replicas).")
+    for layout, m, problems in plan.left_out:
+        console.print(f"[dim]Left out {name_of(layout)} M={m}: {problems[0].rule}[/]")
+    flipped = [c for c in comparisons if c.flipped]
+    if flipped:
+        console.print(
+            f"{len(flipped)} layouts chose other experts for some tokens. Rounding decides near ties; if another --seed "
+            "shows none, nothing else does."
+        )
+    failed = sum(not c.passes(tolerance) for c in comparisons)
+    verdict = "[green]PASS[/]" if not failed else f"[red]FAIL[/]: {failed} of"
+    console.print(f"{verdict} {len(comparisons)} comparisons of {len({c.layout for c in comparisons})} layouts.")
+
+
+def _write_json(path: str, comparisons: Sequence[Comparison], tolerance: float, dtype: str) -> None:
+    result = {
+        "dtype": dtype,
+        "tolerance": tolerance,
+        "passed": all(c.passes(tolerance) for c in comparisons),
+        "comparisons": [
+            {
+                "layout": c.layout,
+                "num_microbatches": c.num_microbatches,
+                "differences": {d.kind: {"value": d.value, "worst_leaf": d.worst_leaf} for d in c.found},
+                "flipped_routes": c.flipped,
+                "seconds": c.seconds,
+                "passed": c.passes(tolerance),
+            }
+            for c in comparisons
+        ],
+    }
+    temporary = Path(f"{path}.tmp")
+    temporary.write_text(json.dumps(result, indent=2).replace("Infinity", '"inf"') + "\n")
+    temporary.rename(path)
+
+
+def verify(config: Config, *, layouts: str | None, devices: int, dtype: str, json_path: str | None, seed: int) -> int:
+    """The exit code: 0 when every comparison is within the tolerance of `dtype`."""
+    console = Console()
+    small = shrink(config, dtype)
+    plan = make_plan(small, chosen_layouts(layouts, devices))
+    if not plan.runs:
+        raise ConfigError([problem for _, _, problems in plan.left_out for problem in problems])
+    _use_cpu_devices(devices)
+    comparisons = execute(plan, seed, console)
+    _report(plan, comparisons, config, dtype, console)
+    if json_path:
+        _write_json(json_path, comparisons, TOLERANCE[dtype], dtype)
+    return 0 if all(c.passes(TOLERANCE[dtype]) for c in comparisons) else 1

@@ -1,0 +1,46 @@
+"""`python -m jaxmoe.verify --config X`: proof that the mesh does not change the mathematics of a config.
+
+Shrinks the config, keeps its structure, and compares layouts with one device on virtual CPU devices. Exit code 0:
+all equal; 1: a difference; 2: a config that cannot be verified.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jaxmoe.config.errors import fail_on_user_error
+from jaxmoe.config.load import load_config
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m jaxmoe.verify", description=__doc__)
+    parser.add_argument("--config", required=True, help="YAML file; its data is not read")
+    parser.add_argument("--layouts", help='"all", or for example "tp=2,sp=2;pp=4"; a covering set by default')
+    parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices (default 8)")
+    parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16"], default="float64")
+    parser.add_argument("--json", metavar="FILE", help="also write the result there")
+    parser.add_argument("--seed", type=int, default=0, help="of the batch")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
+    return parser.parse_args(argv)
+
+
+@fail_on_user_error()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Verify; returns the exit code."""
+    arguments = _arguments(argv)
+    config = load_config(arguments.config, arguments.overrides)
+
+    from jaxmoe.runtime.proof.command import verify
+
+    return verify(
+        config,
+        layouts=arguments.layouts,
+        devices=arguments.devices,
+        dtype=arguments.dtype,
+        json_path=arguments.json,
+        seed=arguments.seed,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
