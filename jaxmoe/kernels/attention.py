@@ -25,7 +25,7 @@ Source: Dao et al. 2022, arXiv:2205.14135 (the backward pass from l); sinks: gpt
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -317,13 +317,13 @@ def attention(  # noqa: PLR0913 - queries and keys come with segments and positi
     group = num_heads // num_key_heads
     sinks = () if sinks_N is None else (sinks_N,)
     inputs = (q_BSNH, k_BTKH, v_BTKH, q_segment_BS, q_position_BS, k_segment_BT, k_position_BT, *sinks)
-    q, k, v, q_segment, q_position, k_segment, k_position, *sinks = (vary_like(a, *inputs) for a in inputs)
+    q, k, v, q_segment, q_position, k_segment, k_position, *sinks = [vary_like(a, *inputs) for a in inputs]
     q_BKGSH = q.reshape(num_rows, num_queries, num_key_heads, group, -1).transpose(0, 2, 3, 1, 4)
     wide = _wide_dtype(q.dtype)
     sinks_KG = sinks[0].astype(wide).reshape(num_key_heads, group) if sinks else None
     marks = _Marks(q_segment, q_position, k_segment, k_position)
     options = _Options(float(scale), window, in_order)
-    o_BKGSU = _attend(options, q_BKGSH, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), marks, sinks_KG)
+    o_BKGSU: Any = _attend(options, q_BKGSH, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), marks, sinks_KG)
     return o_BKGSU.transpose(0, 3, 1, 2, 4).reshape(num_rows, num_queries, num_heads, -1)
 
 

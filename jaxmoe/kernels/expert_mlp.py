@@ -23,6 +23,7 @@ Source: the layer is Shazeer et al. 2017, arXiv:1701.06538, with gated experts; 
 arXiv:2211.15841.
 """
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -83,7 +84,8 @@ def _take_rows(value: jax.Array, index: jax.Array) -> jax.Array:
 def _sum_slots(value_PD: jax.Array, row_TK: jax.Array) -> jax.Array:
     """Sum over the slots k of the sorted rows of (t, k), in at least fp32: the gather's own transpose."""
     acc = accumulation_dtype(value_PD.dtype)
-    return sum(_take_rows(value_PD, row_TK[:, k]).astype(acc) for k in range(row_TK.shape[1]))
+    # One fused pass; a sum over a gathered [T, K, D] would write it first.
+    return functools.reduce(jnp.add, (_take_rows(value_PD, row_TK[:, k]).astype(acc) for k in range(row_TK.shape[1])))
 
 
 class _Products(NamedTuple):
@@ -216,15 +218,17 @@ def _backward(products: _Products, activation: Activation, saved: tuple, dy_TD: 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _expert_mlp(implementation: str, activation: Activation, *arrays: jax.Array) -> jax.Array:
+def _expert_mlp(implementation: Implementation, activation: Activation, *arrays: jax.Array) -> jax.Array:
     return _forward(_PRODUCTS[implementation], activation, *arrays)[0]
 
 
-def _expert_mlp_forward(implementation: str, activation: Activation, *arrays: jax.Array) -> tuple:
+def _expert_mlp_forward(implementation: Implementation, activation: Activation, *arrays: jax.Array) -> tuple:
     return _forward(_PRODUCTS[implementation], activation, *arrays)
 
 
-def _expert_mlp_backward(implementation: str, activation: Activation, saved: tuple, dy_TD: jax.Array) -> tuple:
+def _expert_mlp_backward(
+    implementation: Implementation, activation: Activation, saved: tuple, dy_TD: jax.Array
+) -> tuple:
     return _backward(_PRODUCTS[implementation], activation, saved, dy_TD)
 
 

@@ -83,7 +83,7 @@ def _loss_sum(
     for tokens in _chunk_slices(x_TD.shape[0], options.num_chunks):
         part = _chunk_logits(x_TD[tokens], head_DV, target_T[tokens], options.vocab_size)
         loss += jnp.sum(weight_T[tokens] * (part.top_C + part.log_sum_C - part.target_logit_C))
-    return loss
+    return jnp.asarray(loss)
 
 
 def _loss_sum_forward(
@@ -101,7 +101,7 @@ def _loss_sum_forward(
         wide = part.logit_CV.dtype
         dx_parts.append(jnp.dot(dlogit_CV, head_DV.T, preferred_element_type=wide))
         dhead_DV += jnp.dot(x_CD.T, dlogit_CV, preferred_element_type=wide)
-    return loss, (jnp.concatenate(dx_parts), dhead_DV, weight_T, x_TD, head_DV)
+    return jnp.asarray(loss), (jnp.concatenate(dx_parts), dhead_DV, weight_T, x_TD, head_DV)
 
 
 def _loss_sum_backward(options: _Options, saved: tuple, dloss: jax.Array) -> tuple:
