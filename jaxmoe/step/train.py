@@ -129,7 +129,7 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics
 
 @jax.jit
 def probe_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics, Tree]:
-    """`train_step` that keeps its input and also returns the gradient before clipping, in the tree of the parameters."""
+    """`train_step` that keeps its input and also returns the gradient before clipping, a tree like the parameters."""
     specs = state_specs(state.config, state.mesh)
     step = manual(_train, state.mesh, in_specs=(specs, BATCH_SPEC), out_specs=(specs, P(), specs.params))
     return step(state, _cut(batch, state))

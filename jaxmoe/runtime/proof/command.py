@@ -137,8 +137,8 @@ def _report(plan: Plan, comparisons: Sequence[Comparison], config: Config, dtype
     flipped = [c for c in comparisons if c.flipped]
     if flipped:
         console.print(
-            f"{len(flipped)} layouts chose other experts for some tokens. Rounding decides near ties; if another --seed "
-            "shows none, nothing else does."
+            f"{len(flipped)} comparisons chose other experts for some tokens. Rounding decides near ties: if another "
+            "--seed shows none, there was nothing else."
         )
     failed = sum(not c.passes(tolerance) for c in comparisons)
     verdict = "[green]PASS[/]" if not failed else f"[red]FAIL[/]: {failed} of"

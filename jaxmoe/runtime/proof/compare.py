@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-#: A leaf is measured against its own largest element, or this share of the largest leaf of its kind: what is zero but for
-#: rounding has no relative difference.
+#: A leaf is measured against its own largest element, or this share of the largest of its kind: what is zero but
+#: for rounding has no relative difference.
 FLOOR = 1e-4
 
 
