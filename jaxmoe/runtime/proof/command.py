@@ -173,7 +173,7 @@ def verify(config: Config, *, layouts: str | None, devices: int, dtype: str, jso
     small = shrink(config, dtype)
     plan = make_plan(small, chosen_layouts(layouts, devices))
     if not plan.runs:
-        raise ConfigError([problem for _, _, problems in plan.left_out for problem in problems])
+        raise ConfigError(list(dict.fromkeys(problem for _, _, problems in plan.left_out for problem in problems)))
     _use_cpu_devices(devices)
     comparisons = execute(plan, seed, console)
     _report(plan, comparisons, config, dtype, console)

@@ -7,8 +7,8 @@ from jaxmoe.model.plan import layer_plan
 
 #: Divisible by every mesh of 8 devices, for up to 4 micro-batches.
 ROWS, COLUMNS = 32, 32
-REPEATS = 3
-"""Of the trunk's period: not divisible by 2 or 4 stages, so that padding of a pipeline is seen as well."""
+REPEATS = 5
+"""Of the trunk's period: enough for 2 stages of 2 chunks, and not divisible, so that a pipeline's padding is seen."""
 
 
 def _attention(attention: Attention) -> dict[str, Any]:
@@ -51,7 +51,8 @@ def shrink_model(model: Model, dtype: str) -> Model:
     """The same structure at a width of 32: one leading dense layer, `REPEATS` times the period of the others."""
     plan = layer_plan(model)
     update: dict[str, Any] = {
-        "vocab_size": 64,
+        # The fewest ids that a byte-level tokenizer allows and 8 ranks divide.
+        "vocab_size": 264,
         "d_model": 32,
         "num_layers": REPEATS * len(plan.period),
         "attention": model.attention.model_copy(update=_attention(model.attention)),

@@ -1,0 +1,33 @@
+"""`python -m jaxmoe.bench --config X [--json]`: speed of the training step beside the ceiling of the machine.
+
+Prints tokens/s, model GFLOP/s, the matrix-product ceiling measured in the same process, their ratio, peak memory and
+compile time. The batch is random tokens in full rows; routing is the model's own.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jaxmoe.config.errors import fail_on_user_error
+from jaxmoe.config.load import load_config
+
+
+@fail_on_user_error()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m jaxmoe.bench", description=__doc__)
+    parser.add_argument("--config", required=True, help="YAML file; its data is not read")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps (default 3), after two that are not")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
+    arguments = parser.parse_args(argv)
+    config = load_config(arguments.config, arguments.overrides)
+
+    from jaxmoe.runtime.speed import measure, show
+
+    print(show(measure(config, arguments.steps), as_json=arguments.json))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
