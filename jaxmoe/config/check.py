@@ -6,6 +6,7 @@
 from collections.abc import Iterator, Sequence
 
 from jaxmoe.config.check_files import FILE_RULES
+from jaxmoe.config.check_latent import LATENT_RULES
 from jaxmoe.config.check_layout import LAYOUT_RULES
 from jaxmoe.config.check_model import MODEL_RULES, Rule
 from jaxmoe.config.check_run import RUN_RULES
@@ -22,7 +23,7 @@ _MOST_TRIES = 400
 
 def check(config: Config) -> list[Problem]:
     """What is wrong between the fields; empty when the config is fine."""
-    return _apply((*MODEL_RULES, *LAYOUT_RULES, *RUN_RULES), config)
+    return _apply((*MODEL_RULES, *LATENT_RULES, *LAYOUT_RULES, *RUN_RULES), config)
 
 
 def check_files(config: Config) -> list[Problem]:

@@ -52,7 +52,23 @@ def _heads(config: Config) -> Iterator[Problem]:
         yield Problem("model.attention.num_kv_heads", attention.num_kv_heads, rule, fix)
 
 
+def _window_layers(config: Config) -> Iterator[Problem]:
+    attention, num_layers = config.model.attention, config.model.num_layers
+    flags = attention.sliding_window_layers
+    if flags is None:
+        return
+    path = "model.attention.sliding_window_layers"
+    if attention.sliding_window is None:
+        rule = "says where a sliding window is, and model.attention.sliding_window is null"
+        yield Problem(path, flags, rule, "remove it, or give the sliding_window")
+    elif len(flags) != num_layers:
+        rule = f"must have {num_layers} entries, one for each of model.num_layers, not {len(flags)}"
+        yield Problem(path, flags, rule, f"use {[*flags, *[1] * num_layers][:num_layers]}, or null for all layers")
+
+
 def _rotated_width(config: Config) -> Iterator[Problem]:
+    if config.model.attention.mla is not None:
+        return
     head_dim, fraction = config.model.attention.head_dim, config.model.attention.rope.fraction
     width = head_dim * fraction
     if abs(width - round(width)) < 1e-6 and round(width) % 2 == 0:
@@ -195,6 +211,7 @@ def _dtypes(config: Config) -> Iterator[Problem]:
 
 MODEL_RULES: tuple[Rule, ...] = (
     _heads,
+    _window_layers,
     _rotated_width,
     _rope_scaling,
     _experts_per_token,

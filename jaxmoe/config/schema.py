@@ -71,6 +71,45 @@ class Rope(Section):
     scaling: RopeScaling | None = None
 
 
+class Mla(Section):
+    """Latent attention: keys and values of all heads come from one small latent per token.
+
+    Heads of queries and keys are `qk_nope_head_dim` channels without position and `qk_rope_head_dim` rotated ones;
+    the rotated channels of the key are shared by all heads.
+    """
+
+    q_lora_rank: Size | None = None
+    """Width of the queries' own latent; null projects queries from the hidden state."""
+    kv_lora_rank: Size
+    qk_nope_head_dim: Size
+    qk_rope_head_dim: Size
+    v_head_dim: Size
+    rope_interleaved: bool = True
+    """Rotate channels 2i and 2i + 1 as a pair (True), or i and i + qk_rope_head_dim / 2."""
+    latent_norm_eps: Positive = 1e-6
+
+
+class Dsa(Section):
+    """Sparse attention over the keys that a small indexer chooses; needs `mla`."""
+
+    index_num_heads: Size
+    index_head_dim: Size
+    index_topk: Size
+    """Keys that a query attends to, among those it sees; ties go to the earliest."""
+    stage: Literal["warmup", "sparse"] = "sparse"
+    """warmup: dense attention, only the indexers are trained, all else stays. sparse: the chosen keys, all trained."""
+    indexer_loss: Literal["dense", "sparse"] = "dense"
+    """KL(attention || indexer) over all visible keys, or over the chosen ones."""
+    indexer_loss_coeff: NonNegative = 0.0
+    rope_interleaved: bool = False
+    """Pairs of the indexer's rotated channels, as `mla.rope_interleaved`."""
+    relu: bool = True
+    """ReLU on each index head's products before the weighted sum."""
+    hadamard: bool = False
+    """Rotate the indexer's queries and keys by a Hadamard matrix: the scores stay, outliers spread."""
+    key_norm_eps: Positive = 1e-6
+
+
 class Attention(Section):
     num_heads: Size
     num_kv_heads: Size
@@ -81,7 +120,12 @@ class Attention(Section):
     output_bias: bool = False
     sliding_window: Size | None = None
     """A query sees this many of the latest keys of its document, itself included."""
+    sliding_window_layers: Flags | None = None
+    """Which layers have the sliding window, a list of 0 and 1 for all layers; null is every layer."""
     rope: Rope = Rope()
+    mla: Mla | None = None
+    """Latent attention. `head_dim` is then the width of a query, `num_kv_heads` equals `num_heads`."""
+    dsa: Dsa | None = None
 
 
 class Mlp(Section):
@@ -133,6 +177,14 @@ class Moe(Section):
     router: Router = Router()
 
 
+class Mtp(Section):
+    """Modules that predict further tokens: depth d reads token t + d and predicts the target of t + d."""
+
+    num_depths: Size = 1
+    loss_coeff: NonNegative = 0.1
+    """Divided by the number of depths."""
+
+
 class Model(Section):
     vocab_size: Size
     d_model: Size
@@ -141,6 +193,7 @@ class Model(Section):
     mlp: Mlp | None = None
     """Needed when any layer is dense."""
     moe: Moe | None = None
+    mtp: Mtp | None = None
     tie_embeddings: bool = False
     norm_eps: Positive = 1e-6
     initializer_range: Positive = 0.02

@@ -19,6 +19,8 @@ from jaxmoe.spmd.collectives import axis_size, exchange, gather, rank, scatter_s
 
 def rope_dim(config: AttentionConfig) -> int:
     """Channels of a head that are rotated."""
+    if config.mla is not None:
+        return config.mla.qk_rope_head_dim
     return round(config.head_dim * config.rope.fraction)
 
 
@@ -37,7 +39,7 @@ class Attention(nnx.Module):
     Source: Ainslie et al. 2023, arXiv:2305.13245; Ulysses: Jacobs et al. 2023, arXiv:2309.14509.
     """
 
-    def __init__(self, init: Init, *, ulysses: bool):
+    def __init__(self, init: Init, *, ulysses: bool, window: int | None):
         config, width = init.model.attention, init.model.d_model
         heads, kv_heads, head = config.num_heads, config.num_kv_heads, config.head_dim
         kv_axis = TP if kv_heads % init.sizes[TP] == 0 else None
@@ -56,6 +58,7 @@ class Attention(nnx.Module):
             self.k_norm = RmsNorm(head, init)
         self.config = config
         self.ulysses = ulysses
+        self.window = window
 
     def _own_kv(self, weight: jax.Array, dim: int) -> jax.Array:
         """The key/value heads this rank's queries use: all it holds, or one of a replicated weight."""
@@ -88,7 +91,7 @@ class Attention(nnx.Module):
             k_segment_BT=tokens.segment_BT,
             k_position_BT=tokens.position_BT,
             scale=1 / math.sqrt(self.config.head_dim),
-            window=self.config.sliding_window,
+            window=self.window,
             in_order=axis_size(SP) == 1,
         )
 
@@ -107,7 +110,7 @@ class Attention(nnx.Module):
             k_segment_BT=tokens.segment_BT,
             k_position_BT=tokens.position_BT,
             scale=1 / math.sqrt(self.config.head_dim),
-            window=self.config.sliding_window,
+            window=self.window,
             in_order=True,
         )
         return exchange(o, SP, split_dim=1, join_dim=2)

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxmoe.config.schema import Config
 from jaxmoe.model.attention import Attention
+from jaxmoe.model.mla import LatentAttention
 from jaxmoe.model.mlp import Mlp
 from jaxmoe.model.moe import Moe
 from jaxmoe.model.norm import RmsNorm
@@ -35,7 +36,11 @@ class Layer(nnx.Module):
     def __init__(self, config: Config, kind: LayerKind, init: Init):
         model = config.model
         self.attention_norm = RmsNorm(model.d_model, init)
-        self.attention = Attention(init.split(), ulysses=config.parallel.sp_attention == "ulysses")
+        ulysses = config.parallel.sp_attention == "ulysses"
+        if model.attention.mla is not None:
+            self.attention = LatentAttention(init.split())
+        else:
+            self.attention = Attention(init.split(), ulysses=ulysses, window=kind.window)
         self.mlp_norm = RmsNorm(model.d_model, init)
         self.is_moe = kind.is_moe
         if kind.is_moe:

@@ -19,11 +19,29 @@ class RmsNorm(nnx.Module):
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
 
-    def __init__(self, width: int, init: Init):
+    def __init__(self, width: int, init: Init, eps: float | None = None):
         self.scale_D = init.ones((width,))
-        self.eps = init.model.norm_eps
+        self.eps = init.model.norm_eps if eps is None else eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = at_least_float32(x)
         normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
         return (normed * self.scale_D[...].astype(wide.dtype)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / deviation * scale + bias, computed in at least float32, returned in the dtype of x.
+
+    Layout: as `RmsNorm`. Source: Ba et al. 2016, arXiv:1607.06450.
+    """
+
+    def __init__(self, width: int, init: Init, eps: float):
+        self.scale_D = init.ones((width,))
+        self.bias_D = init.zeros((width,))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = at_least_float32(x)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        normed = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
+        return (normed * self.scale_D[...].astype(wide.dtype) + self.bias_D[...].astype(wide.dtype)).astype(x.dtype)

@@ -10,6 +10,8 @@ class LayerKind:
     """What tells one decoder layer from another."""
 
     is_moe: bool
+    window: int | None = None
+    """Keys that a query sees; None is all."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,27 @@ class LayerPlan:
 
 def layer_plan(model: Model) -> LayerPlan:
     """The plan of a model: leading dense layers, then the shortest period that the others repeat."""
+    kinds = tuple(
+        LayerKind(is_moe=is_moe, window=window) for is_moe, window in zip(_has_experts(model), _windows(model), strict=True)
+    )
+    lead = model.moe.num_dense_layers if model.moe else 0
+    trunk = kinds[lead:]
+    length = next(
+        n for n in range(1, len(trunk) + 1) if len(trunk) % n == 0 and trunk == trunk[:n] * (len(trunk) // n)
+    )
+    return LayerPlan(kinds[:lead], trunk[:length], len(trunk) // length)
+
+
+def _has_experts(model: Model) -> list[bool]:
     if model.moe is None:
-        return LayerPlan((), (LayerKind(is_moe=False),), model.num_layers)
-    lead = model.moe.num_dense_layers
-    pattern = model.moe.layer_pattern
+        return [False] * model.num_layers
+    lead, pattern = model.moe.num_dense_layers, model.moe.layer_pattern
     rest = model.num_layers - lead
     flags = [i % pattern == 0 for i in range(rest)] if isinstance(pattern, int) else [bool(p) for p in pattern]
-    kinds = tuple(LayerKind(is_moe=flag) for flag in flags)
-    length = next(n for n in range(1, rest + 1) if rest % n == 0 and kinds == kinds[:n] * (rest // n))
-    return LayerPlan((LayerKind(is_moe=False),) * lead, kinds[:length], rest // length)
+    return [False] * lead + flags
+
+
+def _windows(model: Model) -> list[int | None]:
+    attention = model.attention
+    flags = attention.sliding_window_layers or (1,) * model.num_layers
+    return [attention.sliding_window if flag else None for flag in flags]

@@ -72,11 +72,14 @@ def rope_tables(rope: Rope, width: int, position_BS: jax.Array, dtype: jnp.dtype
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 
-def rotate(x_BSNH: jax.Array, cos_BSR: jax.Array, sin_BSR: jax.Array) -> jax.Array:
-    """Rotate the first 2R channels of every head; channel i is paired with i + R (half-split). The rest passes."""
+def rotate(x_BSNH: jax.Array, cos_BSR: jax.Array, sin_BSR: jax.Array, *, interleaved: bool = False) -> jax.Array:
+    """Rotate the first 2R channels of every head; channel i is paired with i + R (half-split). The rest passes.
+
+    `interleaved` pairs channel 2i with 2i + 1. They come out half-split: products of queries and keys do not see it.
+    """
     width = 2 * cos_BSR.shape[-1]
     x = x_BSNH[..., :width].astype(cos_BSR.dtype)
-    first, second = jnp.split(x, 2, axis=-1)
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
     cos, sin = cos_BSR[:, :, None], sin_BSR[:, :, None]
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BSNH.dtype)
     return jnp.concatenate([turned, x_BSNH[..., width:]], axis=-1) if width < x_BSNH.shape[-1] else turned

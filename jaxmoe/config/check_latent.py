@@ -1,0 +1,80 @@
+"""Rules of latent attention, of the sparse attention on top of it, and of the modules that predict further tokens."""
+
+from collections.abc import Iterator
+
+from jaxmoe.config.check_model import Rule
+from jaxmoe.config.errors import Problem
+from jaxmoe.config.numbers import next_multiple
+from jaxmoe.config.schema import Config
+
+_ATTENTION = "model.attention"
+_MLA = f"{_ATTENTION}.mla"
+_DSA = f"{_ATTENTION}.dsa"
+
+
+def _mla_heads(config: Config) -> Iterator[Problem]:
+    attention, mla = config.model.attention, config.model.attention.mla
+    if mla is None:
+        return
+    if attention.num_kv_heads != attention.num_heads:
+        rule = f"must equal {_ATTENTION}.num_heads={attention.num_heads}: all heads share one latent ({_MLA})"
+        yield Problem(f"{_ATTENTION}.num_kv_heads", attention.num_kv_heads, rule, f"use {attention.num_heads}")
+    width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    if attention.head_dim != width:
+        rule = f"must be {width} = {_MLA}.qk_nope_head_dim + qk_rope_head_dim, the width of a query"
+        yield Problem(f"{_ATTENTION}.head_dim", attention.head_dim, rule, f"use {width}")
+    if mla.qk_rope_head_dim % 2:
+        rule, fix = "must be even: RoPE turns pairs of dims", f"use {next_multiple(mla.qk_rope_head_dim, 2)}"
+        yield Problem(f"{_MLA}.qk_rope_head_dim", mla.qk_rope_head_dim, rule, fix)
+
+
+def _mla_excludes(config: Config) -> Iterator[Problem]:
+    attention = config.model.attention
+    if attention.mla is None:
+        return
+    for name in ("qk_norm", "qkv_bias", "output_bias"):
+        if getattr(attention, name):
+            yield Problem(f"{_ATTENTION}.{name}", True, f"does not exist with {_MLA}", "use false")
+    if attention.sliding_window is not None:
+        rule = f"does not exist with {_MLA}"
+        yield Problem(f"{_ATTENTION}.sliding_window", attention.sliding_window, rule, "use null")
+    if attention.rope.fraction != 1.0:
+        rule = f"must be 1 with {_MLA}: qk_rope_head_dim says how many dims are rotated"
+        yield Problem(f"{_ATTENTION}.rope.fraction", attention.rope.fraction, rule, "use 1.0")
+    if config.parallel.sp_attention == "ulysses":
+        rule = f"splits key/value heads, and {_MLA} has one latent for all"
+        yield Problem("parallel.sp_attention", "ulysses", rule, "use sp_attention: allgather")
+
+
+def _dsa_needs_mla(config: Config) -> Iterator[Problem]:
+    if config.model.attention.dsa is not None and config.model.attention.mla is None:
+        rule = f"chooses among latent keys, and {_MLA} is null"
+        yield Problem(_DSA, "a section", rule, f"add {_MLA}, or use dsa: null")
+
+
+def _dsa_sizes(config: Config) -> Iterator[Problem]:
+    mla, dsa = config.model.attention.mla, config.model.attention.dsa
+    if mla is None or dsa is None:
+        return
+    width = dsa.index_head_dim
+    if width < mla.qk_rope_head_dim:
+        rule = f"must be at least {_MLA}.qk_rope_head_dim={mla.qk_rope_head_dim}: its first dims are rotated alike"
+        yield Problem(f"{_DSA}.index_head_dim", width, rule, f"use {mla.qk_rope_head_dim} or more")
+    if dsa.hadamard and width & (width - 1):
+        rule = f"must be a power of two with {_DSA}.hadamard=true"
+        yield Problem(f"{_DSA}.index_head_dim", width, rule, f"use {1 << width.bit_length()}, or hadamard: false")
+
+
+def _dsa_warmup(config: Config) -> Iterator[Problem]:
+    dsa = config.model.attention.dsa
+    if dsa is None or dsa.stage != "warmup":
+        return
+    if dsa.indexer_loss != "dense":
+        rule = f"has no chosen keys to compare on with {_DSA}.stage=warmup"
+        yield Problem(f"{_DSA}.indexer_loss", dsa.indexer_loss, rule, "use dense")
+    if dsa.indexer_loss_coeff == 0:
+        rule = f"leaves nothing to train with {_DSA}.stage=warmup"
+        yield Problem(f"{_DSA}.indexer_loss_coeff", dsa.indexer_loss_coeff, rule, "use 1.0")
+
+
+LATENT_RULES: tuple[Rule, ...] = (_mla_heads, _mla_excludes, _dsa_needs_mla, _dsa_sizes, _dsa_warmup)

@@ -1,0 +1,117 @@
+"""Latent attention over packed documents: heads split over tp, one latent per token gathered over sp."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxmoe.config.schema import Attention as AttentionConfig
+from jaxmoe.kernels.attention import attention
+from jaxmoe.model.norm import RmsNorm
+from jaxmoe.model.params import Init
+from jaxmoe.model.rope import rotate, yarn_mscale
+from jaxmoe.model.tokens import Tokens
+from jaxmoe.spmd.axes import POSITION_AXES, SP, TP
+from jaxmoe.spmd.collectives import axis_size, gather, own_piece, scatter_sum
+
+
+def softmax_scale(config: AttentionConfig) -> float:
+    """1 / sqrt(query width), times the square of YaRN's factor for the attention logits."""
+    scaling = config.rope.scaling
+    scale = 1 / math.sqrt(config.head_dim)
+    if scaling is None or scaling.type != "yarn" or not scaling.mscale_all_dim:
+        return scale
+    return scale * yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
+class LatentAttention(nnx.Module):
+    """Causal attention within each document; keys and values of all heads are made from one latent.
+
+        q = up(norm(x W_qa)), or x W_q      latent c = norm(x W_kva)[:C], rotated key r = x W_kva[C:]
+        k_n = [c W_k,n | r],  v_n = c W_v,n
+
+    Layout: x_BSD holds this (sp, tp) rank's positions, in and out. Heads are split over tp. The down-projections are
+    replicated and work on a rank's own positions, so only latents and the rotated key are gathered.
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+    """
+
+    def __init__(self, init: Init):
+        config, width = init.model.attention, init.model.d_model
+        mla = config.mla
+        assert mla is not None
+        heads, nope, rope = config.num_heads, mla.qk_nope_head_dim, mla.qk_rope_head_dim
+        if mla.q_lora_rank is None:
+            self.q_DNH = init.normal((width, heads, nope + rope), P(None, TP, None))
+        else:
+            self.q_down_DC = init.normal((width, mla.q_lora_rank), P())
+            self.q_norm = RmsNorm(mla.q_lora_rank, init, mla.latent_norm_eps)
+            self.q_up_CNH = init.normal((mla.q_lora_rank, heads, nope + rope), P(None, TP, None))
+        self.kv_down_DC = init.normal((width, mla.kv_lora_rank + rope), P())
+        self.kv_norm = RmsNorm(mla.kv_lora_rank, init, mla.latent_norm_eps)
+        self.kv_up_CNH = init.normal((mla.kv_lora_rank, heads, nope + mla.v_head_dim), P(None, TP, None))
+        self.o_NHD = init.normal((heads, mla.v_head_dim, width), P(TP, None, None), to_residual=True)
+        self.config = config
+        self.mla = mla
+        self.scale = softmax_scale(config)
+
+    def _queries(self, source_BSC: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        """Queries [B, Q, N, H] of this rank's heads, without position and rotated, of all positions of this sp rank.
+
+        `source_BSC`: the queries' own latent, or the hidden state where there is none.
+        """
+        source = gather(source_BSC, TP, dim=1)
+        up = self.q_DNH if self.mla.q_lora_rank is None else self.q_up_CNH
+        q = jnp.einsum("bqc,cnh->bqnh", source, up[...].astype(source.dtype))
+        nope, rope = jnp.split(q, [self.mla.qk_nope_head_dim], axis=-1)
+        return nope, rotate(rope, tokens.cos_BQR, tokens.sin_BQR, interleaved=self.mla.rope_interleaved)
+
+    def query_source(self, x_BSD: jax.Array) -> jax.Array:
+        """What queries are made from: their normalised latent, or the hidden state. [B, S, C]."""
+        if self.mla.q_lora_rank is None:
+            return x_BSD
+        return self.q_norm(x_BSD @ self.q_down_DC[...].astype(x_BSD.dtype))
+
+    def _latents(self, x_BSD: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        """Latents [B, T, C] and rotated keys [B, T, R] of the whole row, from this rank's positions."""
+        down = x_BSD @ self.kv_down_DC[...].astype(x_BSD.dtype)
+        latent, rope = jnp.split(down, [self.mla.kv_lora_rank], axis=-1)
+        cos, sin = (own_piece(table, TP, dim=1) for table in (tokens.cos_BQR, tokens.sin_BQR))
+        rope = rotate(rope[:, :, None], cos, sin, interleaved=self.mla.rope_interleaved)[:, :, 0]
+        both = gather(jnp.concatenate([self.kv_norm(latent), rope], axis=-1), POSITION_AXES, dim=1)
+        latent, rope = jnp.split(both, [self.mla.kv_lora_rank], axis=-1)
+        return latent, rope
+
+    def _up_weights(self, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+        """The up-projections of keys [C, N, H] and values [C, N, U]."""
+        up_k, up_v = jnp.split(self.kv_up_CNH[...].astype(dtype), [self.mla.qk_nope_head_dim], axis=-1)
+        return up_k, up_v
+
+    def _dense(
+        self, q: tuple[jax.Array, jax.Array], latent_BTC: jax.Array, rope_BTR: jax.Array, tokens: Tokens
+    ) -> jax.Array:
+        """Attention to every visible key, keys and values of each head made in full; [B, Q, N, U]."""
+        up_k, up_v = self._up_weights(latent_BTC.dtype)
+        k_nope = jnp.einsum("btc,cnh->btnh", latent_BTC, up_k)
+        shared = jnp.broadcast_to(rope_BTR[:, :, None], (*k_nope.shape[:3], rope_BTR.shape[-1]))
+        return attention(
+            jnp.concatenate(q, axis=-1),
+            jnp.concatenate([k_nope, shared], axis=-1),
+            jnp.einsum("btc,cnh->btnh", latent_BTC, up_v),
+            q_segment_BS=tokens.segment_BQ,
+            q_position_BS=tokens.position_BQ,
+            k_segment_BT=tokens.segment_BT,
+            k_position_BT=tokens.position_BT,
+            scale=self.scale,
+            in_order=axis_size(SP) == 1,
+        )
+
+    def _output(self, o_BQNH: jax.Array) -> jax.Array:
+        weight_NHD = self.o_NHD[...].astype(o_BQNH.dtype)
+        partial = o_BQNH.reshape(*o_BQNH.shape[:2], -1) @ weight_NHD.reshape(-1, weight_NHD.shape[-1])
+        return scatter_sum(partial, TP, dim=1)
+
+    def __call__(self, x_BSD: jax.Array, tokens: Tokens) -> jax.Array:
+        q = self._queries(self.query_source(x_BSD), tokens)
+        return self._output(self._dense(q, *self._latents(x_BSD, tokens), tokens))
