@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxmoe.config.load import load_config as load_config
+    from jaxmoe.interop.hf_config import load_hf_config as load_hf_config
     from jaxmoe.step.batch import Batch as Batch
+    from jaxmoe.step.hf import load_hf as load_hf
+    from jaxmoe.step.hf import save_hf as save_hf
+    from jaxmoe.step.hf import to_hf_tree as to_hf_tree
     from jaxmoe.step.state import TrainState as TrainState
     from jaxmoe.step.state import init_state as init_state
     from jaxmoe.step.state import make_mesh as make_mesh
@@ -20,7 +24,11 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "load_config": "jaxmoe.config.load",
+    "load_hf_config": "jaxmoe.interop.hf_config",
     "Batch": "jaxmoe.step.batch",
+    "load_hf": "jaxmoe.step.hf",
+    "save_hf": "jaxmoe.step.hf",
+    "to_hf_tree": "jaxmoe.step.hf",
     "TrainState": "jaxmoe.step.state",
     "init_state": "jaxmoe.step.state",
     "make_mesh": "jaxmoe.step.state",

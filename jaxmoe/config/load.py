@@ -15,10 +15,12 @@ from pydantic import ValidationError
 
 from jaxmoe.config.check import check, check_files
 from jaxmoe.config.errors import ABSENT, ConfigError, Problem
+from jaxmoe.config.hf.config import with_hf_model
 from jaxmoe.config.partial import readable_part
 from jaxmoe.config.paths import missing_path_fix
 from jaxmoe.config.schema import Config
 from jaxmoe.config.schema_problems import schema_problems
+from jaxmoe.config.trees import merge_trees
 from jaxmoe.config.yaml_io import dump_yaml, parse_yaml
 
 BASE_KEY = "base"
@@ -48,6 +50,7 @@ def config_from_dict(
         read, between fields.
     """
     tree, problems = apply_overrides(data, overrides)
+    tree = with_hf_model(tree)
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -130,15 +133,6 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 def _refuse(path: Path, rule: str, fix: str) -> NoReturn:
     raise ConfigError([Problem(str(path), ABSENT, rule, fix)], str(path)) from None
-
-
-def merge_trees(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both trees; where both have a section its keys are merged, else `above` wins."""
-    merged = dict(below)
-    for key, value in above.items():
-        old = merged.get(key)
-        merged[key] = merge_trees(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return merged
 
 
 def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:

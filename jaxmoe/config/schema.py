@@ -186,6 +186,8 @@ class Mtp(Section):
 
 
 class Model(Section):
+    from_hf: str | None = None
+    """A Hugging Face folder: its config.json says what this section leaves out, training starts from its weights."""
     vocab_size: Size
     d_model: Size
     num_layers: Size

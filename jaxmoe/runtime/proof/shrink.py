@@ -67,6 +67,10 @@ def shrink_model(model: Model, dtype: str) -> Model:
         pattern = tuple(int(kind.is_moe) for kind in plan.period) * REPEATS
         update["moe"] = model.moe.model_copy(update=_moe(model.moe, pattern))
         update["num_layers"] += min(model.moe.num_dense_layers, 1)
+    if model.attention.sliding_window_layers is not None:
+        kinds = plan.lead[:1] + plan.period * REPEATS
+        flags = tuple(int(kind.window is not None) for kind in kinds)
+        update["attention"] = update["attention"].model_copy(update={"sliding_window_layers": flags})
     return model.model_copy(update=update)
 
 

@@ -1,0 +1,114 @@
+"""The fields of one config.json, which remembers what was read, and the pieces that translate some of them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from jaxmoe.config.errors import ABSENT, Problem
+from jaxmoe.config.schema import Model
+
+Tree = dict[str, Any]
+
+#: Marks a field that has no default.
+REQUIRED: Final = ABSENT
+
+
+class Fields:
+    """The fields of a config.json. Problems are collected, so that a user sees all of them at once."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = dict(values)
+        self.read: set[str] = set()
+        self.problems: list[Problem] = []
+
+    def get(self, name: str, default: Any = REQUIRED) -> Any:
+        """The value of a field, or the default where the file leaves it out; a `null` is a value."""
+        self.read.add(name)
+        if name in self.values:
+            return self.values[name]
+        if default is REQUIRED:
+            self.refuse(name, ABSENT, "is missing", "take the config.json that belongs to these weights")
+            return None
+        return default
+
+    def number(self, name: str, default: Any = REQUIRED) -> Any:
+        """As `get`, for a field that must be a number; the number 1 stands in for what is none."""
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            if name in self.values:
+                self.refuse(name, value, "must be a number", "correct it")
+            return 1
+        return value
+
+    def expect(self, name: str, value: Any, default: Any = None) -> None:
+        """The field must have the one value that is supported."""
+        found = self.get(name, value if default is None else default)
+        if found != value:
+            self.refuse(name, found, "would change the numbers, and is not supported", f"only {value!r} is")
+
+    def refuse(self, name: str, value: Any, rule: str, fix: str) -> None:
+        self.problems.append(Problem(name, value, rule, fix))
+
+    def unread(self) -> list[str]:
+        """Fields that nobody asked for, in the order of the file."""
+        return [name for name in self.values if name not in self.read]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Translates some fields of config.json to a part of the `model` section (`decode`) and back (`encode`).
+
+    `encode` may write what does not say everything: the caller decodes it again and compares.
+    """
+
+    decode: Callable[[Fields], Tree]
+    encode: Callable[[Model], Tree]
+
+
+def at(path: str, value: Any) -> Tree:
+    """`{"a": {"b": value}}` of "a.b"."""
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+def value_at(model: Model, path: str) -> Any:
+    """The field at a dotted path; None where a section on the way is None."""
+    found: Any = model
+    for key in path.split("."):
+        if found is None:
+            return None
+        found = getattr(found, key)
+    return found
+
+
+def same(name: str, path: str, default: Any = REQUIRED) -> Piece:
+    """A field with the same meaning under another name."""
+    return Piece(lambda fields: at(path, fields.get(name, default)), lambda model: {name: value_at(model, path)})
+
+
+def real(name: str, path: str, default: Any = REQUIRED) -> Piece:
+    """As `same`, for numbers that files also write without a decimal point."""
+    return Piece(
+        lambda fields: at(path, float(fields.number(name, default))), lambda model: {name: value_at(model, path)}
+    )
+
+
+def only(name: str, value: Any, default: Any = None) -> Piece:
+    """A field of which one value is supported; `default` is what a file means that leaves it out."""
+
+    def decode(fields: Fields) -> Tree:
+        fields.expect(name, value, default)
+        return {}
+
+    return Piece(decode, lambda model: {name: value})
+
+
+def unused(*names: str) -> Piece:
+    """Fields of a family that change no number."""
+
+    def decode(fields: Fields) -> Tree:
+        fields.read.update(names)
+        return {}
+
+    return Piece(decode, lambda model: {})

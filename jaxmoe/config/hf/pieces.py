@@ -1,0 +1,260 @@
+"""Pieces of config.json that many families share: sizes, rotary embedding, windows, layers with experts."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxmoe.config.check_model import moe_layers
+from jaxmoe.config.hf.fields import Fields, Piece, Tree, real, same
+from jaxmoe.config.schema import Model, RopeScaling
+
+#: Fields that never change a number here. Dropout and the router's own loss act in their trainer, not in the model;
+#: `max_position_embeddings` only in kinds of rotary scaling that are refused or say their own length.
+HARMLESS = frozenset(
+    "architectures auto_map _name_or_path _attn_implementation_autoset transformers_version model_type dtype "
+    "torch_dtype use_cache bos_token_id eos_token_id pad_token_id tokenizer_class attention_dropout max_position_embeddings "
+    "output_router_logits router_aux_loss_coef pretraining_tp return_dict output_attentions output_hidden_states "
+    "id2label label2id problem_type chunk_size_feed_forward is_encoder_decoder ep_size aux_loss_alpha "
+    "seq_aux".split()
+)
+
+
+def _heads_decode(fields: Fields) -> Tree:
+    heads = fields.number("num_attention_heads")
+    head_dim = fields.get("head_dim", None)
+    return {
+        "attention": {
+            "num_heads": heads,
+            "num_kv_heads": fields.get("num_key_value_heads", None) or heads,
+            "head_dim": head_dim if head_dim is not None else fields.number("hidden_size") // heads,
+        }
+    }
+
+
+def _heads_encode(model: Model) -> Tree:
+    attention = model.attention
+    return {
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+    }
+
+
+HEADS = Piece(_heads_decode, _heads_encode)
+"""Grouped-query heads; the head width is hidden_size / num_attention_heads where a file leaves it out."""
+
+
+def sizes(tie_default: bool = False) -> tuple[Piece, ...]:
+    """What every family has."""
+    return (
+        same("vocab_size", "vocab_size"),
+        same("hidden_size", "d_model"),
+        same("num_hidden_layers", "num_layers"),
+        real("rms_norm_eps", "norm_eps"),
+        same("tie_word_embeddings", "tie_embeddings", tie_default),
+        real("initializer_range", "initializer_range", 0.02),
+        Piece(_activation_decode, lambda model: {"hidden_act": "silu"}),
+    )
+
+
+def _activation_decode(fields: Fields) -> Tree:
+    fields.expect("hidden_act", "silu")
+    return {}
+
+
+# ---------------------------------------------------------------- rotary embedding
+
+#: Keys of each kind of scaling: ours -> (theirs, default).
+_SCALING: dict[str, dict[str, tuple[str, Any]]] = {
+    "linear": {},
+    "llama3": {"low_freq_factor": ("low_freq_factor", 1.0), "high_freq_factor": ("high_freq_factor", 4.0)},
+    "yarn": {
+        "beta_fast": ("beta_fast", 32.0),
+        "beta_slow": ("beta_slow", 1.0),
+        "attention_factor": ("attention_factor", None),
+        "truncate": ("truncate", True),
+    },
+}
+_COMMON_KEYS = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+}
+
+
+def rope(theta: float = 10_000.0, fraction: float = 1.0) -> Piece:
+    """Rotary embedding in both spellings: `rope_parameters`, or `rope_theta` with `rope_scaling`.
+
+    `theta` and `fraction` are the family's defaults.
+    """
+
+    def decode(fields: Fields) -> Tree:
+        place = "rope_parameters" if fields.get("rope_parameters", None) else "rope_scaling"
+        inner = fields.get(place, None) or {}
+        fields.read.update(("rope_parameters", "rope_scaling"))
+        found_theta = fields.get("rope_theta", None)
+        found_theta = inner.get("rope_theta", theta if found_theta is None else found_theta)
+        share = fields.get("partial_rotary_factor", None)
+        share = inner.get("partial_rotary_factor", fraction if share is None else share)
+        section: Tree = {"theta": float(found_theta), "fraction": float(share)}
+        scaling = _scaling(fields, inner, place)
+        return {"attention": {"rope": section | ({"scaling": scaling} if scaling else {})}}
+
+    def encode(model: Model) -> Tree:
+        found = model.attention.rope
+        encoded = {"rope_theta": found.theta, "rope_scaling": _encode_scaling(found.scaling)}
+        return encoded | ({"partial_rotary_factor": found.fraction} if found.fraction != fraction else {})
+
+    return Piece(decode, encode)
+
+
+def _scaling(fields: Fields, inner: Tree, place: str) -> Tree | None:
+    kind = inner.get("rope_type", inner.get("type", "default"))
+    if kind in ("default", None):
+        allowed: set[str] = set()
+    elif kind in _SCALING:
+        allowed = {theirs for theirs, _ in _SCALING[kind].values()}
+        allowed |= {"mscale", "mscale_all_dim"} if kind == "yarn" else set()
+    else:
+        kinds = ", ".join(["default", *_SCALING])
+        fields.refuse(
+            f"{place}.rope_type", kind, "is a kind of rotary scaling that is not supported", f"known: {kinds}"
+        )
+        return None
+    for key in inner:
+        if key not in allowed | _COMMON_KEYS:
+            fields.refuse(
+                f"{place}.{key}", inner[key], f"is not understood for rope_type={kind}", "remove it if unused"
+            )
+    if kind in ("default", None):
+        return None
+    length = inner.get("original_max_position_embeddings") or fields.get("max_position_embeddings")
+    section: Tree = {"type": kind, "factor": float(inner.get("factor", 1.0)), "original_seq_len": length}
+    for ours, (theirs, default) in _SCALING[kind].items():
+        value = inner.get(theirs, default)
+        value = float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        if value != default:
+            section[ours] = value
+    # Both or none: one alone is ignored by the library's factor on cos and sin.
+    if inner.get("mscale") and inner.get("mscale_all_dim"):
+        section |= {name: float(inner[name]) for name in ("mscale", "mscale_all_dim")}
+    return section
+
+
+def _encode_scaling(scaling: RopeScaling | None) -> Tree | None:
+    if scaling is None:
+        return None
+    section = {
+        "rope_type": scaling.type,
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_seq_len,
+    }
+    for ours, (theirs, default) in _SCALING[scaling.type].items():
+        value = getattr(scaling, ours)
+        if value != default or scaling.type == "llama3":
+            section[theirs] = value
+    if scaling.mscale_all_dim:
+        section |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+    return section
+
+
+# ---------------------------------------------------------------- sliding windows
+
+#: Whether layer i slides, given i and `max_window_layers`.
+Slides = Callable[[int, int], bool]
+
+
+def windows(
+    slides: Slides | None, *, switch: bool, first_default: int = 28, window_default: int | None = None
+) -> Piece:
+    """`sliding_window` on the layers that `layer_types` names, or on those that `slides` says.
+
+    Args:
+        slides: the family's own rule; None for all layers, where the family knows no `layer_types`.
+        switch: the family has `use_sliding_window`, off where a file leaves it out.
+        first_default, window_default: `max_window_layers` and `sliding_window` where a file leaves them out.
+    """
+
+    def decode(fields: Fields) -> Tree:
+        on = bool(fields.get("use_sliding_window", False)) if switch else True
+        window = fields.get("sliding_window", window_default)
+        first = fields.get("max_window_layers", first_default)
+        layers = fields.number("num_hidden_layers")
+        types = fields.get("layer_types", None) if slides else None
+        if types:
+            known = ("full_attention", "sliding_attention")
+            if len(types) != layers or any(kind not in known for kind in types):
+                fields.refuse("layer_types", types, f"must name {layers} layers, each one of {known}", "correct it")
+                return {}
+            flags = [int(kind == "sliding_attention") for kind in types]
+        else:
+            flags = [int(slides is None or slides(i, first)) for i in range(layers)]
+        if not on or window is None or 1 not in flags:
+            return {}
+        section: Tree = {"sliding_window": window}
+        return {"attention": section if 0 not in flags else section | {"sliding_window_layers": flags}}
+
+    def encode(model: Model) -> Tree:
+        attention = model.attention
+        window = attention.sliding_window
+        encoded: Tree = {"sliding_window": window}
+        if switch:
+            encoded["use_sliding_window"] = window is not None
+        if slides and window is not None:
+            flags = attention.sliding_window_layers or (1,) * model.num_layers
+            encoded["layer_types"] = ["sliding_attention" if flag else "full_attention" for flag in flags]
+        return encoded
+
+    return Piece(decode, encode)
+
+
+# ---------------------------------------------------------------- layers with experts
+
+
+def layer_tree(flags: list[bool]) -> Tree:
+    """The fields of `model.moe` that say which layers have experts."""
+    dense = flags.index(True) if True in flags else len(flags)
+    if all(flags[dense:]):
+        return {"num_dense_layers": dense, "layer_pattern": 1}
+    return {"num_dense_layers": 0, "layer_pattern": [int(flag) for flag in flags]}
+
+
+def layer_flags(model: Model) -> list[bool]:
+    """For each layer whether it has experts."""
+    return moe_layers(model.moe, model.num_layers) if model.moe else [False] * model.num_layers
+
+
+def dense_width(model: Model) -> int:
+    """Width of the dense layers; where there are none the experts' stands in, and nobody reads it."""
+    if model.mlp is not None:
+        return model.mlp.hidden_dim
+    return model.moe.expert_hidden_dim if model.moe else 0
+
+
+def _first_dense_decode(fields: Fields) -> Tree:
+    dense, layers = fields.number("first_k_dense_replace"), fields.number("num_hidden_layers")
+    return {"moe": layer_tree([i >= dense for i in range(layers)])}
+
+
+FIRST_DENSE = Piece(
+    _first_dense_decode,
+    lambda model: {"first_k_dense_replace": model.moe.num_dense_layers if model.moe else model.num_layers},
+)
+
+
+def _sparse_step_decode(fields: Fields) -> Tree:
+    step, layers = fields.number("decoder_sparse_step", 1), fields.number("num_hidden_layers")
+    dense = fields.get("mlp_only_layers", None) or []
+    return {"moe": layer_tree([step > 0 and (i + 1) % step == 0 and i not in dense for i in range(layers)])}
+
+
+SPARSE_STEP = Piece(
+    _sparse_step_decode,
+    lambda model: {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, has_experts in enumerate(layer_flags(model)) if not has_experts],
+    },
+)
+"""Every `decoder_sparse_step`-th layer has experts, but for those in `mlp_only_layers`."""

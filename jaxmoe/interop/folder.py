@@ -1,0 +1,135 @@
+"""The safetensors files of a Hugging Face folder: what they hold, and pieces of it read on demand. No pickle."""
+
+import json
+import os
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jaxmoe.config.errors import UserError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+#: Dtypes that are read and written, by their name in the file.
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor on disk."""
+
+    file: str
+    dtype: str
+    """As the file spells it: F32, BF16, ..."""
+    shape: tuple[int, ...]
+
+
+class WeightFiles:
+    """The tensors of a folder, by name. A context manager for reading: files stay open, mapped, until it is left."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Reads the index and the head of every file, no weights.
+
+        Raises: UserError with everything that is wrong with the files.
+        """
+        self.folder = Path(folder)
+        wanted = _files(self.folder)
+        self.tensors: dict[str, Stored] = {}
+        problems: list[str] = []
+        for file in sorted(set(wanted.values())) if wanted else [SINGLE_FILE]:
+            self._read_head(file, problems)
+        for name, file in wanted.items():
+            found = self.tensors.get(name)
+            if found is None and (self.folder / file).is_file():
+                problems.append(f"{INDEX_FILE} says that {file} holds {name}, and it does not")
+        if problems:
+            raise UserError(_listed(f"{self.folder}: the weights are not whole", problems))
+        self._stack = ExitStack()
+        self._open: dict[str, Any] = {}
+
+    def _read_head(self, file: str, problems: list[str]) -> None:
+        path = self.folder / file
+        if not path.is_file():
+            problems.append(f"{file} is missing")
+            return
+        try:
+            with safe_open(path, framework="np") as opened:
+                for name in opened.keys():  # noqa: SIM118 - no mapping
+                    piece = opened.get_slice(name)
+                    if name in self.tensors:
+                        problems.append(f"{name} stands in {self.tensors[name].file} and in {file}")
+                    self.tensors[name] = Stored(file, piece.get_dtype(), tuple(piece.get_shape()))
+        except (SafetensorError, OSError) as error:
+            problems.append(f"{file} is damaged or cut short ({error}); fetch it again")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Closes the files, so that the pages they were mapped to leave memory."""
+        self._stack.close()
+        self._stack, self._open = ExitStack(), {}
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A piece of a tensor, in the dtype it is stored in."""
+        stored = self.tensors[name]
+        if stored.file not in self._open:
+            opened = safe_open(self.folder / stored.file, framework="np")
+            self._open[stored.file] = self._stack.enter_context(opened)
+        return self._open[stored.file].get_slice(name)[index]
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """The file of each tensor, from the index; empty where there is one file only.
+
+    Raises: UserError when there is nothing to read, or the index points out of the folder.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; name one with config.json and *.safetensors")
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        if (folder / SINGLE_FILE).is_file():
+            return {}
+        pickles = sorted(item.name for item in folder.iterdir() if item.suffix in _PICKLES)
+        if pickles:
+            raise UserError(
+                f"{folder}: holds {', '.join(pickles[:3])} but no {SINGLE_FILE}; such files can run code when they are "
+                f"opened and are not read: convert them to safetensors first"
+            )
+        raise UserError(f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; fetch the weights")
+    try:
+        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        pairs = [(str(name), str(file)) for name, file in files.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index}: is no index of safetensors ({type(error).__name__}: {error})") from None
+    problems = []
+    for file in sorted({file for _, file in pairs}):
+        if Path(file).name != file or file in ("", ".", ".."):
+            problems.append(f"{file!r} is no plain file name: an index may only name files of its own folder")
+        elif Path(file).suffix != ".safetensors":
+            problems.append(f"{file!r} is no .safetensors file; others are not read")
+    if problems:
+        raise UserError(_listed(f"{index}: cannot be followed", problems))
+    return dict(pairs)
+
+
+def _listed(head: str, problems: Iterable[str]) -> str:
+    return "\n".join([f"{head}:", *(f"  {problem}" for problem in problems)])

@@ -1,0 +1,146 @@
+"""Which tensor of a Hugging Face folder holds which part of which parameter: one table of rows per family.
+
+A row ties a parameter of ours to tensors of theirs by the letters of its name:
+
+    Row("attention.q_DNH", "self_attn.q_proj.weight", "NH D")         theirs is [N * H, D]
+    Row("mlp.gate_up_D2F", "mlp.up_proj.weight", "F D", "2=1")        theirs holds index 1 of our dim "2"
+    Row("moe.experts.down_EFD", "mlp.experts.{E}.down_proj.weight", "D F")   one tensor for each index of our dim E
+    Row("moe.shared_gate_D", "mlp.shared_expert_gate.weight", "1 D")  a dim of size 1
+
+Each word of the layout is a dim of theirs; the letters in it are dims of ours, merged first letter slowest.
+Letters are those after the last underscore of the parameter's name.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table; see the module."""
+
+    leaf: str
+    """Dotted path of the parameter, below its layer for parameters of layers."""
+    name: str
+    """Name of the tensor, below the layer's prefix for parameters of layers."""
+    layout: str
+    index: str = ""
+
+    @cached_property
+    def letters(self) -> str:
+        """One for each dim of the parameter, without the stacked one."""
+        return self.leaf.rpartition("_")[2]
+
+    @cached_property
+    def words(self) -> tuple[str, ...]:
+        """For each dim of the tensor the letters in it; empty for a dim of size 1."""
+        return tuple("" if word == "1" else word for word in self.layout.split())
+
+    @cached_property
+    def fixed(self) -> dict[str, int]:
+        """Dims of ours of which the tensor holds one index."""
+        return {letter: int(place) for letter, place in (pair.split("=") for pair in self.index.split())}
+
+    @cached_property
+    def spread(self) -> str:
+        """The letter of the dim that has a tensor for every index; empty where there is none."""
+        return next((letter for letter in self.letters if "{" + letter + "}" in self.name), "")
+
+
+@dataclass(frozen=True)
+class Names:
+    """The tables of a family."""
+
+    top: tuple[Row, ...]
+    layer: tuple[Row, ...]
+    prefix: str = "model.layers.{layer}."
+
+
+TOP = (
+    Row("embedding.table_VD", "model.embed_tokens.weight", "V D"),
+    Row("final_norm.scale_D", "model.norm.weight", "D"),
+    Row("head.weight_DV", "lm_head.weight", "V D"),
+)
+
+NORMS = (
+    Row("attention_norm.scale_D", "input_layernorm.weight", "D"),
+    Row("mlp_norm.scale_D", "post_attention_layernorm.weight", "D"),
+)
+
+ATTENTION = (
+    Row("attention.q_DNH", "self_attn.q_proj.weight", "NH D"),
+    Row("attention.k_DKH", "self_attn.k_proj.weight", "KH D"),
+    Row("attention.v_DKH", "self_attn.v_proj.weight", "KH D"),
+    Row("attention.o_NHD", "self_attn.o_proj.weight", "D NH"),
+    Row("attention.q_bias_NH", "self_attn.q_proj.bias", "NH"),
+    Row("attention.k_bias_KH", "self_attn.k_proj.bias", "KH"),
+    Row("attention.v_bias_KH", "self_attn.v_proj.bias", "KH"),
+    Row("attention.o_bias_D", "self_attn.o_proj.bias", "D"),
+    Row("attention.q_norm.scale_D", "self_attn.q_norm.weight", "D"),
+    Row("attention.k_norm.scale_D", "self_attn.k_norm.weight", "D"),
+    Row("attention.q_norm.scale_NH", "self_attn.q_norm.weight", "NH"),
+    Row("attention.k_norm.scale_KH", "self_attn.k_norm.weight", "KH"),
+)
+
+
+def gated(leaf: str, prefix: str) -> tuple[Row, ...]:
+    """A gated MLP of three tensors."""
+    return (
+        Row(f"{leaf}.gate_up_D2F", f"{prefix}.gate_proj.weight", "F D", "2=0"),
+        Row(f"{leaf}.gate_up_D2F", f"{prefix}.up_proj.weight", "F D", "2=1"),
+        Row(f"{leaf}.down_FD", f"{prefix}.down_proj.weight", "D F"),
+    )
+
+
+def experts(prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Row, ...]:
+    """Three tensors for every expert."""
+    return (
+        Row("moe.experts.gate_up_ED2F", f"{prefix}.{{E}}.{gate}.weight", "F D", "2=0"),
+        Row("moe.experts.gate_up_ED2F", f"{prefix}.{{E}}.{up}.weight", "F D", "2=1"),
+        Row("moe.experts.down_EFD", f"{prefix}.{{E}}.{down}.weight", "D F"),
+    )
+
+
+GATE = Row("moe.router.gate_DE", "mlp.gate.weight", "E D")
+SELECTION_BIAS = Row("moe.router.bias_E", "mlp.gate.e_score_correction_bias", "E")
+
+_DENSE = Names(TOP, (*NORMS, *ATTENTION, *gated("mlp", "mlp")))
+_MIXTURE = Names(TOP, (*_DENSE.layer, GATE, *experts("mlp.experts")))
+_DEEPSEEK_MIXTURE = Names(TOP, (*_MIXTURE.layer, SELECTION_BIAS, *gated("moe.shared", "mlp.shared_experts")))
+
+NAMES: dict[str, Names] = {
+    "llama": _DENSE,
+    "qwen3": _DENSE,
+    "qwen3_moe": _MIXTURE,
+    "olmoe": _MIXTURE,
+    "qwen2_moe": Names(
+        TOP,
+        (
+            *_MIXTURE.layer,
+            *gated("moe.shared", "mlp.shared_expert"),
+            Row("moe.shared_gate_D", "mlp.shared_expert_gate.weight", "1 D"),
+        ),
+    ),
+    "mixtral": Names(
+        TOP,
+        (
+            *NORMS,
+            *ATTENTION,
+            Row("moe.router.gate_DE", "block_sparse_moe.gate.weight", "E D"),
+            *experts("block_sparse_moe.experts", "w1", "w3", "w2"),
+        ),
+    ),
+    "granitemoe": Names(
+        TOP,
+        (
+            *NORMS,
+            *ATTENTION,
+            Row("moe.router.gate_DE", "block_sparse_moe.router.layer.weight", "E D"),
+            Row("moe.experts.gate_up_ED2F", "block_sparse_moe.input_linear.weight", "E 2F D"),
+            Row("moe.experts.down_EFD", "block_sparse_moe.output_linear.weight", "E D F"),
+        ),
+    ),
+    "glm4_moe": _DEEPSEEK_MIXTURE,
+    "dots1": _DEEPSEEK_MIXTURE,
+}
+"""By `model_type`."""

@@ -1,0 +1,136 @@
+"""A folder in the format of Hugging Face: config.json, safetensors, tokenizer; whole or not at all."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxmoe.config.errors import UserError
+from jaxmoe.config.hf.config import CONFIG_FILE
+from jaxmoe.interop.folder import DTYPES, INDEX_FILE, SINGLE_FILE
+from jaxmoe.interop.tensors import Tensor
+
+#: What goes along with the weights, if the folder that they came from has it.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+#: `dtype` in config.json -> the name in a safetensors file.
+FILE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
+MAX_SHARD_BYTES = 2_000_000_000
+
+#: A parameter of one layer (or of none) on the host.
+Fetch = Callable[[Tensor], np.ndarray]
+
+
+def tensor_values(tensors: Sequence[Tensor], fetch: Fetch) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and values, in order. `fetch` is called once for each parameter of each layer."""
+    held: tuple[Any, np.ndarray] | None = None
+    for tensor in tensors:
+        key = (tensor.path, tensor.place)
+        if held is None or held[0] != key:
+            held = key, fetch(tensor)
+        yield tensor.name, tensor.from_parameter(held[1])
+
+
+def cast(name: str, value: np.ndarray, dtype: str) -> np.ndarray:
+    """The value in a file's dtype.
+
+    Raises: UserError when a finite number does not fit in there.
+    """
+    with np.errstate(over="ignore"):
+        narrow = value.astype(DTYPES[dtype])
+    if dtype == "F16" and not np.array_equal(np.isfinite(narrow), np.isfinite(value)):
+        raise UserError(f"{name}: {np.abs(value).max():g} does not fit in float16; save with --dtype bfloat16")
+    return narrow
+
+
+def shards(tensors: Sequence[Tensor], dtypes: Mapping[str, str], limit: int) -> list[list[Tensor]]:
+    """Consecutive tensors, cut so that no file exceeds `limit` bytes unless one tensor does."""
+    cut: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        own = int(np.prod(tensor.shape)) * DTYPES[dtypes[tensor.name]].itemsize
+        if cut[-1] and size + own > limit:
+            cut.append([])
+            size = 0
+        cut[-1].append(tensor)
+        size += own
+    return cut
+
+
+def write_folder(
+    path: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    tensors: Sequence[Tensor],
+    dtypes: Mapping[str, str],
+    fetch: Fetch,
+    *,
+    tokenizer_from: Path | None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    write: bool = True,
+) -> None:
+    """Writes a new folder under a temporary name and renames it when complete.
+
+    Args:
+        dtypes: the file's dtype of each tensor, by name.
+        tokenizer_from: folder whose tokenizer files are copied.
+        write: False on all processes but one; they only take part in `fetch`.
+
+    Raises: UserError when the folder exists and is not empty.
+    """
+    target = Path(path)
+    if not write:
+        for _ in tensor_values(tensors, fetch):
+            pass
+        return
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target}: exists already; choose another folder, nothing is overwritten")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        _write_weights(temporary, tensors, dtypes, fetch, max_shard_bytes)
+        _write_json(temporary / CONFIG_FILE, config)
+        for name in TOKENIZER_FILES if tokenizer_from else ():
+            if tokenizer_from is not None and (tokenizer_from / name).is_file():
+                shutil.copyfile(tokenizer_from / name, temporary / name)
+        temporary.chmod(0o755)
+        if target.exists():
+            target.rmdir()
+        temporary.rename(target)
+    except BaseException:
+        shutil.rmtree(temporary)
+        raise
+
+
+def _write_weights(
+    folder: Path, tensors: Sequence[Tensor], dtypes: Mapping[str, str], fetch: Fetch, limit: int
+) -> None:
+    cut = shards(tensors, dtypes, limit)
+    files, total = {}, 0
+    for number, own in enumerate(cut, start=1):
+        file = SINGLE_FILE if len(cut) == 1 else f"model-{number:05d}-of-{len(cut):05d}.safetensors"
+        arrays = {name: cast(name, value, dtypes[name]) for name, value in tensor_values(own, fetch)}
+        save_file(arrays, folder / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(arrays, file)
+        total += sum(array.nbytes for array in arrays.values())
+    if len(cut) > 1:
+        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))})
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
