@@ -4,9 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from jaxmoe.config.errors import UserError, show_value
 from jaxmoe.config.load import config_to_dict
-from jaxmoe.config.schema import Config
+from jaxmoe.config.schema import Config, Model
 
 FORMAT_VERSION = 1
 _ABSENT = "(absent)"
@@ -75,9 +77,17 @@ def _show(value: Any) -> str:
     return _ABSENT if value == _ABSENT else show_value(value)
 
 
+def _with_defaults(saved_model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section with the fields that its version of jaxmoe did not have yet: their defaults change nothing."""
+    try:
+        return Model.model_validate(saved_model).model_dump(mode="json")
+    except ValidationError:
+        return saved_model  # of a newer version, or of another schema: compared as it stands
+
+
 def check_model(saved_model: Mapping[str, Any], saved_optimizer: str, config: Config, place: str) -> None:
     """Raises: UserError naming every field in which the model (or the kind of optimiser) is another one."""
-    found = list(differences(saved_model, config_to_dict(config)["model"], "model"))
+    found = list(differences(_with_defaults(saved_model), config_to_dict(config)["model"], "model"))
     found += differences(saved_optimizer, config.optimizer.kind, "optimizer.kind")
     if found:
         lines = "\n".join(f"  {line}" for line in found)

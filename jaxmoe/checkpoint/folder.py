@@ -14,8 +14,3 @@ def saved_steps(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir())
-
-
-def latest_step(folder: Path) -> int | None:
-    """Step of the newest complete checkpoint; None when there is none."""
-    return max(saved_steps(folder), default=None)

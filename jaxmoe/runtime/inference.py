@@ -8,13 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxmoe.checkpoint.store import Checkpoints
 from jaxmoe.config import Config, UserError
 from jaxmoe.data import Tokenizer
+from jaxmoe.data.sources import Documents
+from jaxmoe.data.tokenizer import open_tokenizer
 from jaxmoe.generation.decode import Sampling, continue_prompts
+from jaxmoe.runtime.restore import load_weights
+from jaxmoe.runtime.run_folder import RunFolder
 from jaxmoe.spmd.axes import DP, EP, PP, SP, TP
 from jaxmoe.spmd.program import shardings
 from jaxmoe.step.batch import Batch
-from jaxmoe.step.state import TrainState, state_specs
+from jaxmoe.step.state import TrainState, make_mesh, state_specs
 from jaxmoe.step.train import forward
 
 
@@ -88,3 +93,21 @@ def generate(
             sampling=replace(sampling, seed=sampling.seed + start),
         )
     return texts
+
+
+def generate_text(
+    config: Config, folder: RunFolder, step: int, prompts: Sequence[str], *, num_new: int, sampling: Sampling
+) -> list[str]:
+    """What the model of a run's checkpoint makes of each prompt.
+
+    Raises: UserError when the mesh does not fit the devices, the checkpoint is damaged, or a prompt is empty.
+    """
+    mesh = make_mesh(config)
+    tokenizer = open_tokenizer(config, Documents(config.data.train, "data.train"))
+    small = inference_config(config, mesh)
+    with Checkpoints(folder.checkpoints) as checkpoints:
+        params, router_bias = load_weights(small, mesh, checkpoints, step)
+    state = inference_state(params, router_bias, small, mesh)
+    ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+    new = generate(state, ids, tokenizer, num_new=num_new, sampling=sampling)
+    return [tokenizer.decode(text) for text in new]

@@ -13,6 +13,7 @@ from jaxmoe.data import Prefetcher, TrainingData
 from jaxmoe.runtime.clock import StepClock
 from jaxmoe.runtime.evaluation import Validation, validate
 from jaxmoe.runtime.progress import Display
+from jaxmoe.runtime.restore import state_arrays
 from jaxmoe.runtime.signals import StopSignals
 from jaxmoe.runtime.sinks import Sinks
 from jaxmoe.step.batch import Batch
@@ -23,12 +24,6 @@ from jaxmoe.step.train import train_step
 
 class TrainingFailedError(RuntimeError):
     """Training cannot go on, though the configuration is valid. The command ends with exit code 1 and this text."""
-
-
-def state_arrays(state: TrainState) -> dict:
-    """What a checkpoint holds of a state, or of its specs."""
-    names = ("params", "router_bias", "opt_state", "step", "skipped_in_a_row")
-    return {name: getattr(state, name) for name in names}
 
 
 @dataclass(frozen=True)

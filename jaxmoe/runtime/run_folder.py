@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmoe.checkpoint.about import check_model
-from jaxmoe.checkpoint.folder import FOLDER, latest_step
+from jaxmoe.checkpoint.folder import FOLDER, saved_steps
 from jaxmoe.config import Config, UserError, save_config
 from jaxmoe.config.load import read_tree
 from jaxmoe.runtime.metrics_file import METRICS_FILE, Record, iterate_metrics
@@ -37,9 +37,14 @@ class RunFolder:
         return self.path / FOLDER
 
     @property
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending."""
+        return saved_steps(self.checkpoints)
+
+    @property
     def latest_step(self) -> int | None:
         """Step of the newest complete checkpoint; None for a new run."""
-        return latest_step(self.checkpoints)
+        return max(self.steps, default=None)
 
     def check(self, config: Config) -> None:
         """Refuses a folder that holds the checkpoints of another model.

@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxmoe.checkpoint.about import check_data, check_model
@@ -14,13 +13,13 @@ from jaxmoe.data import TrainingData, unigram_baseline
 from jaxmoe.generation.decode import Sampling
 from jaxmoe.runtime.environment import commit, variables, versions
 from jaxmoe.runtime.inference import generate
-from jaxmoe.runtime.loop import Loop, Places, state_arrays
+from jaxmoe.runtime.loop import Loop, Places
 from jaxmoe.runtime.progress import Display
+from jaxmoe.runtime.restore import load_state
 from jaxmoe.runtime.run_folder import RunFolder
 from jaxmoe.runtime.signals import StopSignals
 from jaxmoe.runtime.sinks import open_sinks
-from jaxmoe.spmd.program import shardings
-from jaxmoe.step.state import TrainState, fresh_arrays, init_state, make_mesh, state_specs
+from jaxmoe.step.state import TrainState, init_state, make_mesh
 
 #: Tokens of a validation text that the sample continues when the config names no prompt.
 _PROMPT_TOKENS = 16
@@ -64,19 +63,6 @@ def train(
         finally:
             sinks.close()
         _summarize(config, state, data, loop, folder, display)
-
-
-def load_state(config: Config, mesh: Mesh, checkpoints: Checkpoints, step: int) -> TrainState:
-    """The state of a checkpoint on this mesh, each device reading its own pieces."""
-    specs = state_specs(config, mesh)
-    shapes = jax.eval_shape(lambda: fresh_arrays(config, mesh, np.uint32(0)))
-    like = jax.tree.map(
-        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
-        state_arrays(shapes),
-        state_arrays(shardings(mesh, specs)),
-    )
-    arrays = checkpoints.restore(step, like, specs.layout.trunk_order)
-    return TrainState(**arrays, config=config, mesh=mesh)
 
 
 def _start(
