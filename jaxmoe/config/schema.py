@@ -38,6 +38,10 @@ class Section(BaseModel):
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
+    if TYPE_CHECKING:
+
+        def __hash__(self) -> int: ...  # pydantic makes it for frozen models; a type checker cannot see that
+
 
 class RopeScaling(Section):
     """How rotary frequencies are stretched for contexts longer than the one trained on."""
@@ -115,7 +119,15 @@ class Attention(Section):
     num_kv_heads: Size
     head_dim: Size
     qk_norm: bool = False
-    """RMSNorm over the head width of queries and keys, before RoPE."""
+    """RMSNorm of queries and keys, before RoPE."""
+    qk_norm_over: Literal["head", "projection"] = "head"
+    """Each head by itself, or all heads together."""
+    clip_qkv: Positive | None = None
+    """Queries, keys and values are clamped to [-clip_qkv, clip_qkv], after any norm."""
+    scale: Positive | None = None
+    """Factor on the products of queries and keys; 1 / sqrt(head_dim) where not given."""
+    sinks: bool = False
+    """A learned logit per head that takes its share of the softmax and adds nothing."""
     qkv_bias: bool = False
     output_bias: bool = False
     sliding_window: Size | None = None
@@ -198,6 +210,11 @@ class Model(Section):
     mtp: Mtp | None = None
     tie_embeddings: bool = False
     norm_eps: Positive = 1e-6
+    embedding_multiplier: Positive = 1.0
+    """Factor on the token vectors."""
+    residual_multiplier: Positive = 1.0
+    """Factor on what attention and MLP add to the residual stream."""
+    logits_divisor: Positive = 1.0
     initializer_range: Positive = 0.02
     """Standard deviation of the initial weights; projections back to the residual stream are divided by
     sqrt(2 * num_layers)."""

@@ -4,7 +4,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe.kernels.expert_mlp import ACTIVATIONS
+from jaxmoe.kernels.expert_mlp import ACTIVATIONS, Activation
 from jaxmoe.model.params import Init
 from jaxmoe.spmd.axes import TP
 from jaxmoe.spmd.collectives import gather, scatter_sum
@@ -17,7 +17,7 @@ class Mlp(nnx.Module):
     Source: Shazeer 2020, arXiv:2002.05202.
     """
 
-    def __init__(self, hidden_dim: int, activation: str, init: Init):
+    def __init__(self, hidden_dim: int, activation: Activation, init: Init):
         width = init.model.d_model
         self.gate_up_D2F = init.normal((width, 2, hidden_dim), P(None, None, TP))
         self.down_FD = init.normal((hidden_dim, width), P(TP, None), to_residual=True)

@@ -73,7 +73,7 @@ def stack(make: Callable[[Init], ModuleT], init: Init, layer_ids: tuple[int, ...
         return nnx.state(make(Init(jax.random.fold_in(init.key, layer_id), init.model, init.sizes)))
 
     graphdef = nnx.graphdef(make(init.split()))
-    module = nnx.merge(graphdef, jax.vmap(state_of)(np.asarray(layer_ids, np.int32).astype(np.uint32)))
+    module = nnx.merge(graphdef, jax.vmap(state_of)(jnp.asarray(np.asarray(layer_ids, np.int32).astype(np.uint32))))
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Variable):
             node.set_metadata(spec=P("pp", *node.get_metadata("spec")))

@@ -74,22 +74,21 @@ def optimizer_of(layout: Layout) -> optax.GradientTransformation:
     return make_optimizer(layout.config.optimizer, layout.config.run.steps, decay)
 
 
-def state_specs(config: Config, mesh: Any) -> TrainState:
-    """A `TrainState` of PartitionSpecs."""
+def state_specs(config: Config, mesh: Any) -> Any:
+    """A `TrainState` of PartitionSpecs in place of arrays."""
     layout = make_layout(config, tuple(mesh.shape.items()))
     optimizer = optimizer_of(layout)
     shapes = jax.eval_shape(optimizer.init, layout.shapes)
-    return TrainState(
-        params=layout.state_specs,
-        router_bias=layout.bias_specs,
-        opt_state=optax.tree.map_params(
+    specs: dict[str, Any] = {
+        "params": layout.state_specs,
+        "router_bias": layout.bias_specs,
+        "opt_state": optax.tree.map_params(
             optimizer, lambda _, spec: spec, shapes, layout.state_specs, transform_non_params=lambda _: P()
         ),
-        step=P(),
-        skipped_in_a_row=P(),
-        config=config,
-        mesh=mesh,
-    )
+        "step": P(),
+        "skipped_in_a_row": P(),
+    }
+    return TrainState(**specs, config=config, mesh=mesh)
 
 
 def fresh_arrays(config: Config, mesh: Mesh, seed: jax.Array) -> TrainState:

@@ -16,7 +16,7 @@ from jaxmoe.optim.schedule import learning_rate
 from jaxmoe.spmd.axes import AXES, POSITION_AXES, PP, ROW_AXES, SP, TP
 from jaxmoe.spmd.collectives import sum_partial
 from jaxmoe.spmd.program import manual
-from jaxmoe.step.batch import Batch, microbatches, zigzag_order
+from jaxmoe.step.batch import Batch, at_depth, microbatches, zigzag_order
 from jaxmoe.step.forward import Arrays, Forward
 from jaxmoe.step.gradients import add_step, all_hidden, objective_and_gradients, wide_dtype
 from jaxmoe.step.layout import Layout
@@ -39,9 +39,14 @@ def _columns(state: TrainState, batch: Batch) -> np.ndarray | None:
     return zigzag_order(batch.inputs.shape[1], ranks) if zigzag else None
 
 
-def _cut(batch: Batch, state: TrainState) -> Arrays:
+def _cut(batch: Batch, state: TrainState, num_depths: int = 0) -> Arrays:
     """The batch in micro-batches, columns placed as the config says."""
-    return microbatches(batch, state.config.batch.num_microbatches, state.layout.stages, _columns(state, batch))
+    config, stages = state.config, state.layout.stages
+    return microbatches(batch, config.batch.num_microbatches, stages, _columns(state, batch), num_depths)
+
+
+def _num_depths(state: TrainState) -> int:
+    return len(state.layout.plan.mtp)
 
 
 def _local(arrays: Arrays) -> Arrays:
@@ -49,8 +54,9 @@ def _local(arrays: Arrays) -> Arrays:
     return {name: value[:, 0] for name, value in arrays.items()}
 
 
-def _count(layout: Layout, arrays: Arrays) -> StepCounts:
-    return count_step(arrays["loss_mask"], arrays["segment_ids"] != 0, layout.config.objective, wide_dtype(layout))
+def _count(layout: Layout, arrays: Arrays, depth: int = 0) -> StepCounts:
+    mask, segment_ids = (arrays[at_depth(name, depth)] for name in ("loss_mask", "segment_ids"))
+    return count_step(mask, segment_ids != 0, layout.config.objective, wide_dtype(layout))
 
 
 def _noise_key(layout: Layout, step: jax.Array) -> jax.Array | None:
@@ -61,14 +67,14 @@ def _noise_key(layout: Layout, step: jax.Array) -> jax.Array | None:
 
 
 def _gradient_pass(state: TrainState, arrays: Arrays) -> tuple[jax.Array, Parts, Tree, StepCounts]:
-    """J, this rank's parts of the step, and the reduced gradient, as pieces of the state."""
+    """J, this rank's parts of the step, the reduced gradient, as pieces of the state, and the step's own counts."""
     layout, arrays = state.layout, _local(arrays)
-    counts = _count(layout, arrays)
+    counts = tuple(_count(layout, arrays, depth) for depth in range(_num_depths(state) + 1))
     weights = layout.collect_once(state.params)
     total, parts, gradients = objective_and_gradients(
         layout, weights, state.router_bias, arrays, counts, _noise_key(layout, state.step)
     )
-    return sum_partial(total, AXES), parts, layout.reduce_gradients(gradients), counts
+    return sum_partial(total, AXES), parts, layout.reduce_gradients(gradients), counts[0]
 
 
 def _train(state: TrainState, arrays: Arrays) -> tuple[TrainState, StepMetrics, Tree]:
@@ -132,7 +138,7 @@ def probe_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics
     """`train_step` that keeps its input and also returns the gradient before clipping, a tree like the parameters."""
     specs = state_specs(state.config, state.mesh)
     step = manual(_train, state.mesh, in_specs=(specs, BATCH_SPEC), out_specs=(specs, P(), specs.params))
-    return step(state, _cut(batch, state))
+    return step(state, _cut(batch, state, _num_depths(state)))
 
 
 @jax.tree_util.register_dataclass
@@ -168,8 +174,11 @@ def loss_and_grads(state: TrainState, batch: Batch) -> LossAndGrads:
         )
 
     specs = state_specs(state.config, state.mesh)
-    out = LossAndGrads(total=P(), terms=P(), per_layer=P(), expert_counts=P(), grads=specs.params)
-    return manual(body, state.mesh, in_specs=(specs, BATCH_SPEC), out_specs=out)(state, _cut(batch, state))
+    prefixes: dict[str, Any] = dict.fromkeys(("total", "terms", "per_layer", "expert_counts"), P())
+    out = LossAndGrads(**prefixes, grads=specs.params)
+    return manual(body, state.mesh, in_specs=(specs, BATCH_SPEC), out_specs=out)(
+        state, _cut(batch, state, _num_depths(state))
+    )
 
 
 def _evaluating(state: TrainState) -> Forward:
@@ -195,7 +204,7 @@ def eval_step(state: TrainState, batch: Batch) -> EvalSums:
     def body(state: TrainState, arrays: Arrays) -> EvalSums:
         layout, arrays = state.layout, _local(arrays)
         counts = _count(layout, arrays)
-        ones = jax.tree.map(jnp.ones_like, term_weights(counts, layout.config.objective))
+        ones = (jax.tree.map(jnp.ones_like, term_weights(counts, layout.config.objective)),)
         parts = add_step(_evaluating(state), Parts.zeros(layout, wide_dtype(layout)), arrays, ones)
         return EvalSums(loss_sum=sum_partial(parts.cross_entropy, AXES), weight_sum=counts.target_M.sum())
 
@@ -210,11 +219,11 @@ def forward(state: TrainState, batch: Batch) -> jax.Array:
     def body(state: TrainState, arrays: Arrays) -> jax.Array:
         arrays = _local(arrays)
         model = _evaluating(state)
-        weights = term_weights(_count(state.layout, arrays), state.config.objective)
+        weights = (term_weights(_count(state.layout, arrays), state.config.objective),)
         hidden = all_hidden(model, arrays, weights)
 
         def logits(x_BSD: jax.Array) -> jax.Array:
-            x_TD = model.head_inputs(x_BSD)
+            x_TD = model.head_inputs(model.model.final_norm(x_BSD))
             wide = at_least_float32(x_TD) @ at_least_float32(model.model.head_weight().astype(x_TD.dtype))
             return wide.reshape(x_BSD.shape[0], -1, wide.shape[-1])
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from jaxmoe.config.errors import ConfigError, Problem, UserError
 from jaxmoe.config.schema import Config
 from jaxmoe.runtime.proof.compare import Difference, Outcome, differences, flipped_routes
 from jaxmoe.runtime.proof.layouts import MICROBATCHES, Layout, chosen_layouts, name_of, variant
-from jaxmoe.runtime.proof.run import run_layout
+from jaxmoe.runtime.proof.run import initial_weights, run_layout
 from jaxmoe.runtime.proof.shrink import shrink, split_dependent
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2}
@@ -54,7 +55,7 @@ class Plan:
 
     references: dict[int, Config]
     runs: list[tuple[Layout, int, Config]]
-    left_out: list[tuple[Layout, int, list[Problem]]]
+    left_out: list[tuple[Layout, int, Sequence[Problem]]]
 
 
 def make_plan(config: Config, layouts: Sequence[Layout]) -> Plan:
@@ -87,10 +88,11 @@ def execute(plan: Plan, seed: int, console: Console) -> list[Comparison]:
     )
     with Progress(*columns, console=console, transient=True) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
         task = bar.add_task("verify", total=len(plan.references) + len(plan.runs), now="one device")
+        start = initial_weights(next(iter(plan.references.values())))
         references: dict[int, Future[Outcome]] = {
-            m: pool.submit(run_layout, config, seed) for m, config in plan.references.items()
+            m: pool.submit(run_layout, config, start, seed) for m, config in plan.references.items()
         }
-        runs = {pool.submit(run_layout, config, seed): (layout, m) for layout, m, config in plan.runs}
+        runs = {pool.submit(run_layout, config, start, seed): (layout, m) for layout, m, config in plan.runs}
         for future in references.values():
             future.add_done_callback(lambda _: bar.advance(task))
         for future in as_completed(runs):
@@ -106,8 +108,10 @@ def execute(plan: Plan, seed: int, console: Console) -> list[Comparison]:
 
 def _table(comparisons: Sequence[Comparison], tolerance: float, dtype: str) -> Table:
     table = Table(title=f"largest relative difference from one device, {dtype}, tolerance {tolerance:g}")
-    for name, justify in (("layout", "left"), ("M", "right"), ("difference", "right"), ("kind", "left")):
-        table.add_column(name, justify=justify)
+    table.add_column("layout", overflow="fold")
+    table.add_column("M", justify="right")
+    table.add_column("difference", justify="right")
+    table.add_column("kind")
     table.add_column("worst leaf", overflow="fold")
     table.add_column("flipped routes", justify="right")
     table.add_column("seconds", justify="right")
@@ -169,7 +173,8 @@ def _write_json(path: str, comparisons: Sequence[Comparison], tolerance: float, 
 
 def verify(config: Config, *, layouts: str | None, devices: int, dtype: str, json_path: str | None, seed: int) -> int:
     """The exit code: 0 when every comparison is within the tolerance of `dtype`."""
-    console = Console()
+    # A file or a pipe has no width of its own: wide enough that no cell is cut.
+    console = Console() if sys.stdout.isatty() else Console(width=160)
     small = shrink(config, dtype)
     plan = make_plan(small, chosen_layouts(layouts, devices))
     if not plan.runs:

@@ -1,6 +1,6 @@
 """Which layouts are compared."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import yaml
@@ -14,13 +14,12 @@ from jaxmoe.spmd.axes import AXES
 #: Every axis above one somewhere, most of them in threes, and every switch of `parallel` turned once.
 DEFAULT_FOR_8 = (
     "dp=2,ep=2,tp=2",
-    "dp=2,sp=2,tp=2,zero=3",
+    "dp=2,sp=2,tp=2,zero=3,sp_attention=ulysses",
     "pp=2,ep=2,tp=2,zero=0",
     "pp=2,dp=2,sp=2,zero=3,pipeline_schedule=circular,pipeline_chunks=2",
     "ep=2,sp=2,tp=2,experts_over=ep,remat=none",
     "pp=4,ep=2,remat=dots",
     "sp=4,tp=2,sp_placement=zigzag",
-    "sp=2,tp=2,dp=2,sp_attention=ulysses",
     "tp=8",
     "dp=8",
 )
@@ -74,7 +73,7 @@ def chosen_layouts(text: str | None, devices: int) -> list[Layout]:
     return [_parse(item, devices) for item in (text.split(";") if text else DEFAULT_FOR_8) if item.strip()]
 
 
-def variant(config: Config, layout: Layout, num_microbatches: int) -> Config | list[Problem]:
+def variant(config: Config, layout: Layout, num_microbatches: int) -> Config | Sequence[Problem]:
     """`config` under a layout, or why it cannot be."""
     data = config_to_dict(config)
     data["parallel"] = {**data["parallel"], **dict.fromkeys(AXES, 1), **layout}
