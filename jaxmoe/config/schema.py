@@ -4,7 +4,7 @@ One class per section of the YAML file. A field's docstring (the string under it
 need one field stand here as types and bounds; rules between fields stand in `check.py`.
 """
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
