@@ -9,12 +9,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config.schema import Attention as AttentionConfig
 from jaxmoe.kernels.attention import attention
-from jaxmoe.model.norm import RmsNorm
+from jaxmoe.model.norm import ProjectionNorm, RmsNorm
 from jaxmoe.model.params import Init
 from jaxmoe.model.rope import rotate
 from jaxmoe.model.tokens import Tokens
 from jaxmoe.spmd.axes import SP, TP
-from jaxmoe.spmd.collectives import axis_size, exchange, gather, rank, scatter_sum
+from jaxmoe.spmd.collectives import axis_size, exchange, gather, own_piece, rank, scatter_sum
 
 
 def rope_dim(config: AttentionConfig) -> int:
@@ -53,9 +53,14 @@ class Attention(nnx.Module):
             self.v_bias_KH = init.zeros((kv_heads, head), P(kv_axis, None))
         if config.output_bias:
             self.o_bias_D = init.zeros((width,))
-        if config.qk_norm:
+        if config.qk_norm and config.qk_norm_over == "projection":
+            self.q_norm = ProjectionNorm(heads, head, TP, init)
+            self.k_norm = ProjectionNorm(kv_heads, head, kv_axis, init)
+        elif config.qk_norm:
             self.q_norm = RmsNorm(head, init)
             self.k_norm = RmsNorm(head, init)
+        if config.sinks:
+            self.sinks_N = init.zeros((heads,), P(TP))
         self.config = config
         self.ulysses = ulysses
         self.window = window
@@ -75,8 +80,12 @@ class Attention(nnx.Module):
             q = q + self.q_bias_NH[...].astype(q.dtype)
             k = k + self._own_kv(self.k_bias_KH[...], 0).astype(q.dtype)
             v = v + self._own_kv(self.v_bias_KH[...], 0).astype(q.dtype)
-        if self.config.qk_norm:
+        if self.config.qk_norm and isinstance(self.k_norm, ProjectionNorm):
+            q, k = self.q_norm(q), self.k_norm(k, own=lambda scale: self._own_kv(scale, 0))
+        elif self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.config.clip_qkv is not None:
+            q, k, v = (jnp.clip(x, -self.config.clip_qkv, self.config.clip_qkv) for x in (q, k, v))
         return rotate(q, tokens.cos_BQR, tokens.sin_BQR), rotate(k, tokens.cos_BQR, tokens.sin_BQR), v
 
     def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens) -> jax.Array:
@@ -90,9 +99,10 @@ class Attention(nnx.Module):
             q_position_BS=tokens.position_BQ,
             k_segment_BT=tokens.segment_BT,
             k_position_BT=tokens.position_BT,
-            scale=1 / math.sqrt(self.config.head_dim),
+            scale=self.config.scale or 1 / math.sqrt(self.config.head_dim),
             window=self.window,
             in_order=axis_size(SP) == 1,
+            sinks_N=self.sinks_N[...] if self.config.sinks else None,
         )
 
     def _attend_ulysses(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens) -> jax.Array:
@@ -109,9 +119,10 @@ class Attention(nnx.Module):
             q_position_BS=tokens.position_BT,
             k_segment_BT=tokens.segment_BT,
             k_position_BT=tokens.position_BT,
-            scale=1 / math.sqrt(self.config.head_dim),
+            scale=self.config.scale or 1 / math.sqrt(self.config.head_dim),
             window=self.window,
             in_order=True,
+            sinks_N=own_piece(self.sinks_N[...], SP, dim=0) if self.config.sinks else None,
         )
         return exchange(o, SP, split_dim=1, join_dim=2)
 

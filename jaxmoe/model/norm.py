@@ -1,10 +1,15 @@
 """Normalisation over the last dim."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jaxmoe.model.params import Init
+from jaxmoe.spmd.axes import TP
+from jaxmoe.spmd.collectives import axis_size, sum_partial
 
 
 def at_least_float32(x: jax.Array) -> jax.Array:
@@ -27,6 +32,26 @@ class RmsNorm(nnx.Module):
         wide = at_least_float32(x)
         normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
         return (normed * self.scale_D[...].astype(wide.dtype)).astype(x.dtype)
+
+
+class ProjectionNorm(nnx.Module):
+    """RmsNorm over all heads of a projection together.
+
+    Layout: x holds this tp rank's heads, [..., N, H]; with fewer heads than ranks, some ranks hold the same one.
+    """
+
+    def __init__(self, heads: int, width: int, axis: str | None, init: Init):
+        self.scale_NH = init.ones((heads, width), P(axis, None))
+        self.heads = heads
+        self.eps = init.model.norm_eps
+
+    def __call__(self, x: jax.Array, own: Callable[[jax.Array], jax.Array] = lambda scale: scale) -> jax.Array:
+        """`own` picks the scale of this rank's heads."""
+        wide = at_least_float32(x)
+        copies = x.shape[-2] * axis_size(TP) // self.heads
+        total = sum_partial(jnp.sum(jnp.square(wide), axis=(-2, -1), keepdims=True), TP) / copies
+        normed = wide * jax.lax.rsqrt(total / (self.heads * x.shape[-1]) + self.eps)
+        return (normed * own(self.scale_NH[...]).astype(wide.dtype)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):

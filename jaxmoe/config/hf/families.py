@@ -212,7 +212,7 @@ OLMOE = Family(
         HEADS,
         rope(),
         _bias("attention_bias", False),
-        _fixed(qk_norm=True, qk_norm_width="projection"),
+        _fixed(qk_norm=True, qk_norm_over="projection"),
         same("clip_qkv", "attention.clip_qkv", None),
         _experts(("num_local_experts", "num_experts"), "intermediate_size"),
         _renormalize(False),

@@ -10,11 +10,11 @@ from jaxmoe.config.schema import Model, RopeScaling
 #: Fields that never change a number here. Dropout and the router's own loss act in their trainer, not in the model;
 #: `max_position_embeddings` only in kinds of rotary scaling that are refused or say their own length.
 HARMLESS = frozenset(
-    "architectures auto_map _name_or_path _attn_implementation_autoset transformers_version model_type dtype "
-    "torch_dtype use_cache bos_token_id eos_token_id pad_token_id tokenizer_class attention_dropout max_position_embeddings "
-    "output_router_logits router_aux_loss_coef pretraining_tp return_dict output_attentions output_hidden_states "
-    "id2label label2id problem_type chunk_size_feed_forward is_encoder_decoder ep_size aux_loss_alpha "
-    "seq_aux".split()
+    "architectures auto_map _name_or_path _attn_implementation_autoset transformers_version model_type "
+    "dtype torch_dtype use_cache bos_token_id eos_token_id pad_token_id tokenizer_class attention_dropout "
+    "max_position_embeddings output_router_logits router_aux_loss_coef pretraining_tp return_dict "
+    "output_attentions output_hidden_states id2label label2id problem_type chunk_size_feed_forward "
+    "is_encoder_decoder ep_size aux_loss_alpha seq_aux".split()
 )
 
 
