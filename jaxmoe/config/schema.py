@@ -168,8 +168,17 @@ class Router(Section):
     z_loss_coeff: NonNegative = 0.0
     input_jitter: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Multiply the router's input by noise from [1 - jitter, 1 + jitter], while training."""
+    logits_bias: bool = False
+    """A learned bias on the logits, which moves the weights as well."""
     force_balance: bool = False
     """Benchmarks only: choose experts by random logits instead of the learned ones."""
+
+
+class ClampedSwiglu(Section):
+    """(up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within [-limit, limit]."""
+
+    limit: Positive
+    alpha: Positive = 1.702
 
 
 class Moe(Section):
@@ -180,6 +189,10 @@ class Moe(Section):
     """Experts that every token passes, fused to one MLP of width `num_shared_experts * shared_hidden_dim`."""
     shared_hidden_dim: Size | None = None
     """Hidden width of one shared expert; `expert_hidden_dim` where not given."""
+    expert_bias: bool = False
+    """Biases on both products of the routed experts."""
+    clamped_swiglu: ClampedSwiglu | None = None
+    """The routed experts' activation in place of silu(gate) * up."""
     shared_expert_gate: bool = False
     """Multiply the shared experts' output by sigmoid(x . w), one gate per token."""
     num_dense_layers: Count = 0

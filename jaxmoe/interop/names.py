@@ -79,7 +79,7 @@ ATTENTION = (
     Row("attention.q_norm.scale_D", "self_attn.q_norm.weight", "D"),
     Row("attention.k_norm.scale_D", "self_attn.k_norm.weight", "D"),
     Row("attention.q_norm.scale_NH", "self_attn.q_norm.weight", "NH"),
-    Row("attention.k_norm.scale_KH", "self_attn.k_norm.weight", "KH"),
+    Row("attention.k_norm.scale_NH", "self_attn.k_norm.weight", "NH"),
 )
 
 
@@ -138,6 +138,21 @@ NAMES: dict[str, Names] = {
             Row("moe.router.gate_DE", "block_sparse_moe.router.layer.weight", "E D"),
             Row("moe.experts.gate_up_ED2F", "block_sparse_moe.input_linear.weight", "E 2F D"),
             Row("moe.experts.down_EFD", "block_sparse_moe.output_linear.weight", "E D F"),
+        ),
+    ),
+    "gpt_oss": Names(
+        TOP,
+        (
+            *NORMS,
+            *ATTENTION,
+            Row("attention.sinks_N", "self_attn.sinks", "N"),
+            Row("moe.router.gate_DE", "mlp.router.weight", "E D"),
+            Row("moe.router.gate_bias_E", "mlp.router.bias", "E"),
+            # Gate and up take turns.
+            Row("moe.experts.gate_up_ED2F", "mlp.experts.gate_up_proj", "E D F2"),
+            Row("moe.experts.gate_up_bias_E2F", "mlp.experts.gate_up_proj_bias", "E F2"),
+            Row("moe.experts.down_EFD", "mlp.experts.down_proj", "E F D"),
+            Row("moe.experts.down_bias_ED", "mlp.experts.down_proj_bias", "E D"),
         ),
     ),
     "glm4_moe": _DEEPSEEK_MIXTURE,

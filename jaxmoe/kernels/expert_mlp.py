@@ -37,14 +37,33 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.kernels.grouped_matmul import accumulate_groups, accumulation_dtype, multiply_groups, row_chunks
 from jaxmoe.spmd.collectives import vary_like
 
-Activation = Literal["silu", "gelu"]
+
+class ClampedSwiglu(NamedTuple):
+    """(up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within [-limit, limit].
+
+    Source: gpt-oss model card, 2025-08.
+    """
+
+    limit: float
+    alpha: float
+
+
+Activation = Literal["silu", "gelu"] | ClampedSwiglu
 Implementation = Literal["auto", "loops", "ragged"]
 
 #: "gelu" is the tanh form.
-ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=True),
 }
+
+
+def gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """act(gate) * up, or what `ClampedSwiglu` says."""
+    if isinstance(activation, ClampedSwiglu):
+        gate, up = jnp.minimum(gate, activation.limit), jnp.clip(up, -activation.limit, activation.limit)
+        return gate * jax.nn.sigmoid(activation.alpha * gate) * (up + 1)
+    return ACTIVATIONS[activation](gate) * up
 
 
 class Routing(NamedTuple):
@@ -163,7 +182,7 @@ def _gated(hidden_P2F: jax.Array, weight_P: jax.Array, held_P: jax.Array, activa
     """weight * act(gate) * up in at least fp32; exactly 0 in rows that are not held here."""
     wide = hidden_P2F.astype(accumulation_dtype(hidden_P2F.dtype))
     width = hidden_P2F.shape[1] // 2
-    gated_PF = ACTIVATIONS[activation](wide[:, :width]) * wide[:, width:]
+    gated_PF = gated(activation, wide[:, :width], wide[:, width:])
     return jnp.where(held_P[:, None], gated_PF * weight_P[:, None], 0)
 
 
@@ -186,19 +205,24 @@ def _forward(
     weight_TK: jax.Array,
     gate_up_ED2F: jax.Array,
     down_EFD: jax.Array,
+    bias_E2F: jax.Array | None,
 ) -> tuple[jax.Array, tuple]:
     routing = sort_by_expert(expert_TK, down_EFD.shape[0])
     products = products.of(routing)
     hidden_P2F = products.multiply(_take_rows(x_TD, routing.token_P), _joined(gate_up_ED2F))
+    if bias_E2F is not None:
+        # Rows that are not held take the last expert's; they are zeroed further on.
+        expert_P = jnp.minimum(_take_rows(expert_TK.reshape(-1), routing.slot_P), bias_E2F.shape[0] - 1)
+        hidden_P2F = hidden_P2F + _take_rows(bias_E2F.reshape(bias_E2F.shape[0], -1), expert_P)
     hidden_P2F = checkpoint_name(hidden_P2F, "expert_hidden")
     gated_PF = _gated(hidden_P2F, _sorted_weight(weight_TK, routing), routing.held_P, activation)
     out_PD = products.multiply(gated_PF.astype(x_TD.dtype), down_EFD)
-    saved = (x_TD, weight_TK, hidden_P2F, routing, gate_up_ED2F, down_EFD)
+    saved = (x_TD, weight_TK, hidden_P2F, routing, gate_up_ED2F, down_EFD, bias_E2F)
     return _sum_slots(out_PD, routing.row_TK).astype(x_TD.dtype), saved
 
 
 def _backward(products: _Products, activation: Activation, saved: tuple, dy_TD: jax.Array) -> tuple:
-    x_TD, weight_TK, hidden_P2F, routing, gate_up_ED2F, down_EFD = saved
+    x_TD, weight_TK, hidden_P2F, routing, gate_up_ED2F, down_EFD, bias_E2F = saved
     products = products.of(routing)
     weight_P = _sorted_weight(weight_TK, routing)
     gated_PF, gated_vjp = jax.vjp(lambda h, w: _gated(h, w, routing.held_P, activation), hidden_P2F, weight_P)
@@ -207,6 +231,10 @@ def _backward(products: _Products, activation: Activation, saved: tuple, dy_TD: 
     dgated_PF = products.multiply(dy_PD, down_EFD, transposed=True)
     dhidden_P2F, dweight_P = gated_vjp(dgated_PF.astype(gated_PF.dtype))
     dgate_up_EDC = products.accumulate(_take_rows(x_TD, routing.token_P), dhidden_P2F)
+    dbias_E2F = None
+    if bias_E2F is not None:
+        one_P1 = vary_like(jnp.ones((dhidden_P2F.shape[0], 1), dhidden_P2F.dtype), dhidden_P2F)
+        dbias_E2F = products.accumulate(one_P1, dhidden_P2F).reshape(bias_E2F.shape).astype(bias_E2F.dtype)
     dx_PD = products.multiply(dhidden_P2F, _joined(gate_up_ED2F), transposed=True)
     return (
         _sum_slots(dx_PD, routing.row_TK).astype(x_TD.dtype),
@@ -214,15 +242,16 @@ def _backward(products: _Products, activation: Activation, saved: tuple, dy_TD: 
         _take_rows(dweight_P, routing.row_TK).astype(weight_TK.dtype),
         dgate_up_EDC.reshape(gate_up_ED2F.shape).astype(gate_up_ED2F.dtype),
         ddown_EFD.astype(down_EFD.dtype),
+        dbias_E2F,
     )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _expert_mlp(implementation: Implementation, activation: Activation, *arrays: jax.Array) -> jax.Array:
+def _expert_mlp(implementation: Implementation, activation: Activation, *arrays: jax.Array | None) -> jax.Array:
     return _forward(_PRODUCTS[implementation], activation, *arrays)[0]
 
 
-def _expert_mlp_forward(implementation: Implementation, activation: Activation, *arrays: jax.Array) -> tuple:
+def _expert_mlp_forward(implementation: Implementation, activation: Activation, *arrays: jax.Array | None) -> tuple:
     return _forward(_PRODUCTS[implementation], activation, *arrays)
 
 
@@ -241,11 +270,13 @@ def expert_mlp(
     weight_TK: Float[Array, "T K"],
     gate_up_ED2F: Float[Array, "E D 2 F"],
     down_EFD: Float[Array, "E F D"],
+    bias_E2F: Float[Array, "E 2 F"] | None = None,
     *,
     activation: Activation = "silu",
     implementation: Implementation = "auto",
 ) -> Float[Array, "T D"]:
-    """The weighted sum over each token's experts. Index 0 of the `2` in `gate_up_ED2F` is the gate, 1 is up.
+    """The weighted sum over each token's experts. Index 0 of the `2` in `gate_up_ED2F` is the gate, 1 is up;
+    `bias_E2F` is added to both.
 
     Layout: everything local, varying over the union of the inputs' axes; no axis is reduced.
     Ids in `expert_TK` are 0 to E, E = not held here. Sums are at least fp32; the result has x's dtype.
@@ -253,7 +284,8 @@ def expert_mlp(
     inputs = (x_TD, expert_TK.astype(jnp.int32), weight_TK, gate_up_ED2F, down_EFD)
     # One type for all: an input that is equal over an axis where others vary gets its gradient summed by the cast.
     arrays = [vary_like(a, *inputs) for a in inputs]
-    return _expert_mlp(implementation, activation, *arrays)
+    bias = None if bias_E2F is None else vary_like(bias_E2F, *inputs)
+    return _expert_mlp(implementation, activation, *arrays, bias)
 
 
 def expert_mlp_reference(
@@ -262,6 +294,7 @@ def expert_mlp_reference(
     weight_TK: Float[Array, "T K"],
     gate_up_ED2F: Float[Array, "E D 2 F"],
     down_EFD: Float[Array, "E F D"],
+    bias_E2F: Float[Array, "E 2 F"] | None = None,
     *,
     activation: Activation = "silu",
 ) -> Float[Array, "T D"]:
@@ -269,5 +302,7 @@ def expert_mlp_reference(
     chosen_TKE = jax.nn.one_hot(expert_TK, down_EFD.shape[0], dtype=weight_TK.dtype)  # the id E is all zeros
     weight_TE = jnp.einsum("tk,tke->te", weight_TK, chosen_TKE)
     hidden_TE2F = jnp.einsum("td,edcf->tecf", x_TD, gate_up_ED2F)
-    gated_TEF = ACTIVATIONS[activation](hidden_TE2F[:, :, 0]) * hidden_TE2F[:, :, 1]
+    if bias_E2F is not None:
+        hidden_TE2F = hidden_TE2F + bias_E2F
+    gated_TEF = gated(activation, hidden_TE2F[:, :, 0], hidden_TE2F[:, :, 1])
     return jnp.einsum("te,tef,efd->td", weight_TE, gated_TEF, down_EFD).astype(x_TD.dtype)

@@ -4,7 +4,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe.kernels.expert_mlp import ACTIVATIONS, Activation
+from jaxmoe.kernels.expert_mlp import Activation, gated
 from jaxmoe.model.params import Init
 from jaxmoe.spmd.axes import TP
 from jaxmoe.spmd.collectives import gather, scatter_sum
@@ -28,5 +28,5 @@ class Mlp(nnx.Module):
         weight_D2F = self.gate_up_D2F[...].astype(x.dtype)
         gate_up = x @ weight_D2F.reshape(weight_D2F.shape[0], -1)
         gate, up = jax.numpy.split(gate_up, 2, axis=-1)
-        hidden = ACTIVATIONS[self.activation](gate) * up
+        hidden = gated(self.activation, gate, up)
         return scatter_sum(hidden @ self.down_FD[...].astype(x.dtype), TP, dim=1)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe.kernels.expert_mlp import expert_mlp
+from jaxmoe.kernels.expert_mlp import Activation, ClampedSwiglu, expert_mlp
 from jaxmoe.model.mlp import Mlp
 from jaxmoe.model.norm import at_least_float32
 from jaxmoe.model.params import Init
@@ -34,6 +34,12 @@ class Experts(nnx.Module):
         hidden = moe.expert_hidden_dim
         self.gate_up_ED2F = init.normal((moe.num_experts, width, 2, hidden), P(over, None, None, hidden_axis))
         self.down_EFD = init.normal((moe.num_experts, hidden, width), P(over, hidden_axis, None), to_residual=True)
+        if moe.expert_bias:
+            self.gate_up_bias_E2F = init.zeros((moe.num_experts, 2, hidden), P(over, None, hidden_axis))
+            self.down_bias_ED = init.zeros((moe.num_experts, width), P(over, None))
+        clamped = moe.clamped_swiglu
+        self.activation: Activation = ClampedSwiglu(clamped.limit, clamped.alpha) if clamped else "silu"
+        self.has_bias = moe.expert_bias
         self.over = over
 
     def __call__(self, x_TD: jax.Array, expert_TK: jax.Array, weight_TK: jax.Array) -> jax.Array:
@@ -44,8 +50,23 @@ class Experts(nnx.Module):
         held = gate_up.shape[0]
         local = expert_TK - rank(self.over) * held
         local = jnp.where((local >= 0) & (local < held), local, held)
-        y_TD = expert_mlp(x_TD, local, weight_TK, gate_up.astype(x_TD.dtype), down.astype(x_TD.dtype))
+        dtype = x_TD.dtype
+        bias = self.gate_up_bias_E2F[...].astype(dtype) if self.has_bias else None
+        y_TD = expert_mlp(
+            x_TD, local, weight_TK, gate_up.astype(dtype), down.astype(dtype), bias, activation=self.activation
+        )
+        if self.has_bias:
+            y_TD = y_TD + self._down_bias(local, weight_TK).astype(dtype)
         return scatter_sum(y_TD, DISPATCH_AXES, dim=0)
+
+    def _down_bias(self, local_TK: jax.Array, weight_TK: jax.Array) -> jax.Array:
+        """Each token's weighted sum of the biases that this rank adds, [T, D]."""
+        bias_ED = self.down_bias_ED[...]
+        chosen_TKE = local_TK[..., None] == jnp.arange(bias_ED.shape[0])
+        weight_TE = jnp.sum(jnp.where(chosen_TKE, weight_TK[..., None], 0), axis=1)
+        y_TD = weight_TE @ bias_ED.astype(weight_TE.dtype)
+        # With the hidden width split over tp every rank of tp holds the same bias: one of them adds it.
+        return y_TD if TP in self.over else jnp.where(rank(TP) == 0, y_TD, 0)
 
 
 class Moe(nnx.Module):

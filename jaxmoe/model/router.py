@@ -133,6 +133,8 @@ class Router(nnx.Module):
         moe = init.model.moe
         assert moe is not None
         self.gate_DE = init.normal((init.model.d_model, moe.num_experts), P())
+        if moe.router.logits_bias:
+            self.gate_bias_E = init.zeros((moe.num_experts,))
         if moe.router.selection_bias:
             self.bias_E = RouterBias(jnp.zeros((moe.num_experts,), jnp.float32), spec=P(), decay=False)
         self.config = moe.router
@@ -148,6 +150,8 @@ class Router(nnx.Module):
             noise = _token_noise(noise_key, tokens.id_BS, "uniform", x.shape[-1], x.dtype)
             x = x * (1 + config.input_jitter * noise)
         logits_BSE = x @ self.gate_DE[...].astype(x.dtype)
+        if config.logits_bias:
+            logits_BSE = logits_BSE + self.gate_bias_E[...].astype(x.dtype)
         if config.force_balance and noise_key is not None:
             forced = _token_noise(noise_key, tokens.id_BS, "normal", logits_BSE.shape[-1], x.dtype)
             logits_BSE = forced + (logits_BSE - jax.lax.stop_gradient(logits_BSE))

@@ -7,7 +7,7 @@ released checkpoints.
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmoe.config.hf.fields import Fields, Piece, Tree, only, real, same
+from jaxmoe.config.hf.fields import Fields, Piece, Tree, only, real, same, unused
 from jaxmoe.config.hf.pieces import (
     FIRST_DENSE,
     HEADS,
@@ -271,6 +271,37 @@ DOTS1 = Family(
     ),
 )
 
+
+def _clamp_decode(fields: Fields) -> Tree:
+    clamp = {"limit": float(fields.number("swiglu_limit", 7.0)), "alpha": float(fields.number("swiglu_alpha", 1.702))}
+    router = {"softmax_before_topk": False, "logits_bias": True}
+    return {"moe": {"clamped_swiglu": clamp, "expert_bias": True, "router": router}}
+
+
+def _clamp_encode(model: Model) -> Tree:
+    clamp = model.moe.clamped_swiglu if model.moe else None
+    if clamp is None:
+        return {}
+    encoded = {"swiglu_limit": clamp.limit}
+    return encoded | ({"swiglu_alpha": clamp.alpha} if clamp.alpha != 1.702 else {})
+
+
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    (
+        *sizes(),
+        HEADS,
+        rope(150_000.0),
+        _bias("attention_bias", True),
+        _fixed(sinks=True),
+        windows(lambda i, first: i % 2 == 0, switch=False, window_default=128),
+        _experts(("num_local_experts",), "intermediate_size"),
+        Piece(_clamp_decode, _clamp_encode),
+        unused("initial_context_length", "experts_per_token"),
+    ),
+)
+
 #: In the order in which a family is looked for that can hold a model.
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
@@ -282,5 +313,6 @@ FAMILIES: tuple[Family, ...] = (
     GRANITEMOE,
     GLM4_MOE,
     DOTS1,
+    GPT_OSS,
 )
 BY_TYPE = {family.model_type: family for family in FAMILIES}
