@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from jaxmoe.config.errors import ConfigError, Problem, UserError
+from jaxmoe.config.errors import ConfigError, UserError
 from jaxmoe.config.schema import Config
 from jaxmoe.runtime.proof.compare import Difference, Outcome, differences, flipped_routes
-from jaxmoe.runtime.proof.layouts import MICROBATCHES, Layout, chosen_layouts, name_of, variant
+from jaxmoe.runtime.proof.layouts import chosen_layouts, name_of
+from jaxmoe.runtime.proof.plan import Plan, Run, make_plan
 from jaxmoe.runtime.proof.run import initial_weights, run_layout
 from jaxmoe.runtime.proof.shrink import shrink, split_dependent
 
@@ -49,61 +50,29 @@ def _use_cpu_devices(count: int) -> None:
         raise UserError(f"--devices={count}: JAX already runs with {jax.device_count()} devices; start a new process")
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What runs: a reference per number of micro-batches, the layouts, and those that the config cannot have."""
-
-    references: dict[int, Config]
-    runs: list[tuple[Layout, int, Config]]
-    left_out: list[tuple[Layout, int, Sequence[Problem]]]
-
-
-def make_plan(config: Config, layouts: Sequence[Layout]) -> Plan:
-    """Every layout with every number of micro-batches that it can have."""
-    references, runs, left_out = {}, [], []
-    for layout in layouts:
-        for num_microbatches in MICROBATCHES:
-            made = variant(config, layout, num_microbatches)
-            if isinstance(made, Config):
-                runs.append((layout, num_microbatches, made))
-            else:
-                left_out.append((layout, num_microbatches, made))
-    for num_microbatches in sorted({m for _, m, _ in runs}):
-        made = variant(config, {"zero": 0, "pipeline_schedule": "gpipe", "pipeline_chunks": 1}, num_microbatches)
-        if not isinstance(made, Config):
-            raise ConfigError(made)
-        references[num_microbatches] = made
-    return Plan(references, runs, left_out)
-
-
 def execute(plan: Plan, seed: int, console: Console) -> list[Comparison]:
     """Run everything, as many at once as there are cores: compiling takes nearly all the time."""
-    comparisons: list[Comparison] = []
-    columns = (
-        TextColumn("verify"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[now]}"),
-    )
+    now = TextColumn("{task.fields[now]}")
+    columns = (TextColumn("verify"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), now)
     with Progress(*columns, console=console, transient=True) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
-        task = bar.add_task("verify", total=len(plan.references) + len(plan.runs), now="one device")
-        start = initial_weights(next(iter(plan.references.values())))
-        references: dict[int, Future[Outcome]] = {
-            m: pool.submit(run_layout, config, start, seed) for m, config in plan.references.items()
+        task = bar.add_task("verify", total=len(plan.references) + len(plan.pairs), now="one device")
+        start = initial_weights(plan.references[0].config)
+        futures = {
+            run: pool.submit(run_layout, run.config, start, run.batch, seed)
+            for run in [*plan.references, *(run for run, _ in plan.pairs)]
         }
-        runs = {pool.submit(run_layout, config, start, seed): (layout, m) for layout, m, config in plan.runs}
-        for future in references.values():
-            future.add_done_callback(lambda _: bar.advance(task))
-        for future in as_completed(runs):
-            layout, m = runs[future]
-            outcome, reference = future.result(), references[m].result()
-            found = differences(reference, outcome)
-            flipped = flipped_routes(reference, outcome)
-            comparisons.append(Comparison(name_of(layout), m, found, flipped, outcome.seconds))
-            bar.update(task, advance=1, now=f"{name_of(layout)} M={m}")
-    order = {(name_of(layout), m): i for i, (layout, m, _) in enumerate(plan.runs)}
-    return sorted(comparisons, key=lambda c: order[c.layout, c.num_microbatches])
+        by_future = {future: run for run, future in futures.items()}
+        for future in as_completed(by_future):
+            future.result()
+            bar.update(task, advance=1, now=f"{by_future[future].name} M={by_future[future].num_microbatches}")
+    outcomes = {run: future.result() for run, future in futures.items()}
+    return [compare(run, outcomes[run], outcomes[reference]) for run, reference in plan.pairs]
+
+
+def compare(run: Run, outcome: Outcome, reference: Outcome) -> Comparison:
+    """How far a run is from its reference."""
+    found, flipped = differences(reference, outcome), flipped_routes(reference, outcome)
+    return Comparison(run.name, run.num_microbatches, found, flipped, outcome.seconds)
 
 
 def _table(comparisons: Sequence[Comparison], tolerance: float, dtype: str) -> Table:
@@ -135,7 +104,10 @@ def _report(plan: Plan, comparisons: Sequence[Comparison], config: Config, dtype
     tolerance = TOLERANCE[dtype]
     console.print(_table(comparisons, tolerance, dtype))
     for text in split_dependent(config):
-        console.print(f"By definition: {text}. Compared at the same M and at 8 replicas (objective.replicas).")
+        console.print(
+            f"By definition: {text}. Compared at the same M and at 8 replicas (objective.replicas); on identical rows "
+            "nothing depends on M."
+        )
     for layout, m, problems in plan.left_out:
         console.print(f"[dim]Left out {name_of(layout)} M={m}: {problems[0].rule}[/]")
     flipped = [c for c in comparisons if c.flipped]
@@ -177,7 +149,7 @@ def verify(config: Config, *, layouts: str | None, devices: int, dtype: str, jso
     console = Console() if sys.stdout.isatty() else Console(width=160)
     small = shrink(config, dtype)
     plan = make_plan(small, chosen_layouts(layouts, devices))
-    if not plan.runs:
+    if not plan.pairs:
         raise ConfigError(list(dict.fromkeys(problem for _, _, problems in plan.left_out for problem in problems)))
     _use_cpu_devices(devices)
     comparisons = execute(plan, seed, console)

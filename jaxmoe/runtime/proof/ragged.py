@@ -1,6 +1,19 @@
-"""A batch that shows what an even one hides."""
+"""Batches that show what ordinary ones hide."""
+
+from typing import Literal
 
 import numpy as np
+
+BatchKind = Literal["ragged", "identical"]
+
+
+def make_batch(kind: BatchKind, rows: int, columns: int, vocab_size: int, seed: int) -> dict[str, np.ndarray]:
+    """`ragged`, or `identical`: the row of the ragged batch with the most targets, in every row."""
+    batch = ragged_batch(rows, columns, vocab_size, seed)
+    if kind == "ragged":
+        return batch
+    fullest = int(np.argmax((batch["loss_mask"] > 0).sum(axis=1)))
+    return {name: np.repeat(value[fullest : fullest + 1], rows, axis=0) for name, value in batch.items()}
 
 
 def ragged_batch(rows: int, columns: int, vocab_size: int, seed: int) -> dict[str, np.ndarray]:

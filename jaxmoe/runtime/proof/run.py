@@ -1,4 +1,4 @@
-"""Runs one layout on the ragged batch and brings everything comparable to the host."""
+"""Runs one layout and brings everything comparable to the host."""
 
 import math
 import time
@@ -12,7 +12,7 @@ import numpy as np
 from jaxmoe.checkpoint.layers import LayerOrder
 from jaxmoe.config.schema import Config
 from jaxmoe.runtime.proof.compare import Outcome, flat_tree
-from jaxmoe.runtime.proof.ragged import ragged_batch
+from jaxmoe.runtime.proof.ragged import BatchKind, make_batch
 from jaxmoe.spmd.axes import AXES
 from jaxmoe.spmd.program import shardings
 from jaxmoe.step.batch import Batch
@@ -67,12 +67,12 @@ def _metrics(metrics: StepMetrics) -> dict[str, Natural]:
     }
 
 
-def run_layout(config: Config, start: Natural, seed: int) -> Outcome:
+def run_layout(config: Config, start: Natural, kind: BatchKind, seed: int) -> Outcome:
     """Three steps of `config` under its own layout, on as many devices as its mesh has, from the weights `start`."""
     begin = time.monotonic()
     state = _placed(config, start)
     batch = config.batch
-    fields = ragged_batch(batch.global_batch_size, batch.seq_len, config.model.vocab_size, seed)
+    fields = make_batch(kind, batch.global_batch_size, batch.seq_len, config.model.vocab_size, seed)
     on_mesh = Batch.from_numpy(fields, state.mesh)
     step = probe_step.lower(state, on_mesh).compile(compiler_options=QUICK_COMPILE)
     kinds: dict[str, Natural] = {}
