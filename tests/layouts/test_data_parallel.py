@@ -37,7 +37,7 @@ def batch_of(seed: int):
 
 def check_against_naive(config, dp: int, microbatches: int):
     state = cases.make_state(config, dp)
-    got = jaxmoe.loss_and_grads(state, jaxmoe.Batch.from_numpy(batch_of(0), state.mesh))
+    got = cases.run(jaxmoe.loss_and_grads, state, batch_of(0))
     want, gradient = naive.value_and_grad(
         *cases.natural_arrays(config), config, batch_of(0), replicas=dp, num_microbatches=microbatches
     )
@@ -103,7 +103,7 @@ def test_parameters_and_router_bias_after_three_steps(dp, microbatches):
     state = cases.make_state(config_of(dp, microbatches, SPLIT_FREE), dp)
     assert max(norms) > 0.5, "a gradient that is not clipped shows less"
     for step in range(STEPS):
-        state, metrics = jaxmoe.train_step(state, jaxmoe.Batch.from_numpy(batch_of(step), state.mesh))
+        state, metrics = cases.run(jaxmoe.train_step, state, batch_of(step))
         scalars = metrics.scalars()
         assert scalars["skipped"] == 0
         cases.assert_close(scalars["total_loss"], losses[step], what="J")

@@ -1,8 +1,8 @@
 """The training objective once more, as plainly as it can be written: one device, loops, no sharding.
 
 Written from the objective's definition alone; it shares no code with `jaxmoe`, only the config and the names of the
-parameters. Heads and experts are computed one at a time, experts for every token, and every term from sums per row.
-Only its small pieces are compiled, so that each is compiled once and not once per layer.
+parameters. One head, one expert and one row are written down and mapped over all: every expert runs for every token.
+All terms come from sums per row. Programs are compiled with little optimisation, the longest part of compiling.
 
 `params` is the tree of `TrainState.params` with the repeats of the trunk in their natural order, without padding;
 `bias` is the tree of `TrainState.router_bias` in the same order.
@@ -19,6 +19,12 @@ import numpy as np
 from jaxmoe.config.schema import Attention, Config, Moe, Router
 
 Tree = Any
+#: Compile quickly: these programs run a few times on a few hundred tokens.
+FAST_COMPILE = {
+    "xla_backend_optimization_level": "0",
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
 TERMS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
 
 
@@ -71,7 +77,6 @@ def silu(x: jax.Array) -> jax.Array:
     return x / (1 + jnp.exp(-x))
 
 
-@jax.jit
 def gated_mlp(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
     return (silu(x @ gate) * (x @ up)) @ down
 
@@ -89,7 +94,6 @@ def turn(x_SH: jax.Array, position_S: jax.Array, config: Attention) -> jax.Array
     return jnp.stack(channels, axis=1)
 
 
-@partial(jax.jit, static_argnames=("config", "eps"))
 def one_head(x_SD: jax.Array, row: dict[str, jax.Array], p: Tree, *, config: Attention, eps: float) -> jax.Array:
     """One head of queries with its keys and values, projected back: [S, D]. `p` holds the weights of that head."""
     segment, position = row["segment_ids"], row["positions"]
@@ -111,15 +115,15 @@ def one_head(x_SD: jax.Array, row: dict[str, jax.Array], p: Tree, *, config: Att
 
 
 def attend(p: Tree, x_SD: jax.Array, row: dict[str, jax.Array], config: Attention, eps: float) -> jax.Array:
-    y_SD = jnp.zeros_like(x_SD)
-    for n in range(config.num_heads):
-        kv = n * config.num_kv_heads // config.num_heads
-        own = {"q": p["q_DNH"][:, n], "k": p["k_DKH"][:, kv], "v": p["v_DKH"][:, kv], "o": p["o_NHD"][n]}
-        if config.qkv_bias:
-            own |= {"q_bias": p["q_bias_NH"][n], "k_bias": p["k_bias_KH"][kv], "v_bias": p["v_bias_KH"][kv]}
-        if config.qk_norm:
-            own |= {"q_scale": p["q_norm"]["scale_D"], "k_scale": p["k_norm"]["scale_D"]}
-        y_SD += one_head(x_SD, row, own, config=config, eps=eps)
+    kv = np.arange(config.num_heads) * config.num_kv_heads // config.num_heads
+    own = {"q": p["q_DNH"].swapaxes(0, 1), "o": p["o_NHD"]}
+    own |= {"k": p["k_DKH"].swapaxes(0, 1)[kv], "v": p["v_DKH"].swapaxes(0, 1)[kv]}
+    shared = {}
+    if config.qkv_bias:
+        own |= {"q_bias": p["q_bias_NH"], "k_bias": p["k_bias_KH"][kv], "v_bias": p["v_bias_KH"][kv]}
+    if config.qk_norm:
+        shared = {"q_scale": p["q_norm"]["scale_D"], "k_scale": p["k_norm"]["scale_D"]}
+    y_SD = jax.vmap(lambda head: one_head(x_SD, row, head | shared, config=config, eps=eps))(own).sum(0)
     return y_SD + p["o_bias_D"][None, :] if config.output_bias else y_SD
 
 
@@ -169,7 +173,6 @@ def choose(logits_SE: jax.Array, bias_E: jax.Array | None, router: Router, k: in
     return expert_SK, weight_SE * router.scaling_factor
 
 
-@partial(jax.jit, static_argnames="moe")
 def route(logits_SE: jax.Array, bias_E: jax.Array | None, valid_S: jax.Array, *, moe: Moe) -> tuple[jax.Array, tuple]:
     """Routing weights [S, E], and (counts, balance counts, score sums, z sum) over the row's valid tokens."""
     router, k = moe.router, moe.experts_per_token
@@ -189,10 +192,9 @@ def route(logits_SE: jax.Array, bias_E: jax.Array | None, valid_S: jax.Array, *,
 def mixture(p: Tree, bias_E, x_SD: jax.Array, valid_S: jax.Array, moe: Moe) -> tuple[jax.Array, tuple]:
     """The MoE layer of one row, and what `route` says of it."""
     weight_SE, sums = route(x_SD @ p["router"]["gate_DE"], bias_E, valid_S, moe=moe)
-    y_SD = jnp.zeros_like(x_SD)
-    for e in range(moe.num_experts):
-        gate, up = p["experts"]["gate_up_ED2F"][e, :, 0], p["experts"]["gate_up_ED2F"][e, :, 1]
-        y_SD += weight_SE[:, e : e + 1] * gated_mlp(x_SD, gate, up, p["experts"]["down_EFD"][e])
+    gate, up = p["experts"]["gate_up_ED2F"][:, :, 0], p["experts"]["gate_up_ED2F"][:, :, 1]
+    out_ESD = jax.vmap(gated_mlp, (None, 0, 0, 0))(x_SD, gate, up, p["experts"]["down_EFD"])
+    y_SD = (weight_SE.T[:, :, None] * out_ESD).sum(0)
     if moe.num_shared_experts:
         shared = p["shared"]
         y = gated_mlp(x_SD, shared["gate_up_D2F"][:, 0], shared["gate_up_D2F"][:, 1], shared["down_FD"])
@@ -233,11 +235,27 @@ def row_sums(params: Tree, bias: Tree, config: Config, row: dict[str, jax.Array]
     return RowSums(ce_S, logits_SV, *(jnp.stack(values) for values in zip(*collected, strict=True)))
 
 
-def all_rows(params: Tree, bias: Tree, config: Config, batch: dict[str, np.ndarray]) -> list[RowSums]:
-    arrays = {name: jnp.asarray(value) for name, value in batch.items()}
-    params, bias = jax.tree.map(jnp.asarray, (params, bias))
-    stacked = jax.vmap(lambda row: row_sums(params, bias, config, row))(arrays)
-    return [jax.tree.map(lambda value, g=g: value[g], stacked) for g in range(len(batch["inputs"]))]
+def all_rows(params: Tree, bias: Tree, config: Config, batch: dict[str, jax.Array]) -> RowSums:
+    """`RowSums` with a first dim G."""
+    return jax.vmap(lambda row: row_sums(params, bias, config, row))(batch)
+
+
+@partial(jax.jit, static_argnames="config", compiler_options=FAST_COMPILE)
+def compiled_rows(params: Tree, bias: Tree, batch: dict[str, np.ndarray], *, config: Config) -> RowSums:
+    return all_rows(params, bias, config, batch)
+
+
+@partial(jax.jit, static_argnames="config", compiler_options=FAST_COMPILE)
+def compiled_pullback(
+    params: Tree, bias: Tree, batch: dict[str, np.ndarray], cotangents: Tree, *, config: Config
+) -> Tree:
+    """The gradient by the parameters of sum(cotangents * differentiable of `all_rows`)."""
+
+    def scalar(params: Tree) -> jax.Array:
+        rows = all_rows(params, bias, config, batch)
+        return sum((rows._asdict()[name] * value).sum() for name, value in cotangents.items())
+
+    return jax.grad(scalar)(params)
 
 
 def balance(rows: list[RowSums], num_tokens: float, k: int) -> jax.Array:
@@ -255,13 +273,13 @@ def ratio(numerator: Any, denominator: float) -> Any:
 
 
 def objective(
-    params: Tree, bias: Tree, config: Config, batch: dict[str, np.ndarray], replicas: int, num_microbatches: int
+    stacked: RowSums, config: Config, batch: dict[str, np.ndarray], replicas: int, num_microbatches: int
 ) -> tuple[jax.Array, Outcome]:
     """J of one step and all that it is made of. The rows of a micro-batch are split over `replicas`."""
     per_token, settings = config.objective.calculate_per_token_loss, config.objective
     weight = np.asarray(batch["loss_mask"], np.float64)
     tokens = (batch["segment_ids"] != 0).sum(1)  # valid tokens of each row
-    rows = all_rows(params, bias, config, batch)
+    rows = [jax.tree.map(lambda value, g=g: value[g], stacked) for g in range(len(weight))]
     ce = [(jnp.asarray(weight[g]) * row.ce_S).sum() for g, row in enumerate(rows)]
     targets = weight.sum(1)
     total_rows = len(rows)
@@ -312,10 +330,15 @@ def objective(
 def value_and_grad(
     params: Tree, bias: Tree, config: Config, batch: dict[str, np.ndarray], replicas: int, num_microbatches: int
 ) -> tuple[Outcome, Tree]:
-    """The objective and its gradient by plain automatic differentiation."""
-    function = jax.grad(objective, has_aux=True)
-    gradient, outcome = function(params, bias, config, batch, replicas, num_microbatches)
-    return outcome, gradient
+    """The objective and its gradient by plain automatic differentiation, through the sums of the rows."""
+    rows = compiled_rows(params, bias, batch, config=config)
+    smooth = {name: value for name, value in rows._asdict().items() if jnp.issubdtype(value.dtype, jnp.floating)}
+
+    def of_smooth(smooth: Tree) -> tuple[jax.Array, Outcome]:
+        return objective(rows._replace(**smooth), config, batch, replicas, num_microbatches)
+
+    cotangents, outcome = jax.grad(of_smooth, has_aux=True)(smooth)
+    return outcome, compiled_pullback(params, bias, batch, cotangents, config=config)
 
 
 def moved_bias(bias: Tree, config: Config, counts_LE: np.ndarray) -> Tree:
