@@ -19,6 +19,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices (default 8)")
     parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16"], default="float64")
     parser.add_argument("--json", metavar="FILE", help="also write the result there")
+    parser.add_argument("--curves", metavar="PNG", help="instead: train the whole config on 8 layouts, plot the losses")
+    parser.add_argument("--steps", type=int, default=50, help="of --curves (default 50)")
     parser.add_argument("--seed", type=int, default=0, help="of the batch")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
     return parser.parse_args(argv)
@@ -30,8 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
     config = load_config(arguments.config, arguments.overrides)
 
-    from jaxmoe.runtime.proof.command import verify
+    from jaxmoe.runtime.proof.command import curves, verify
 
+    if arguments.curves:
+        return curves(config, arguments.curves, arguments.steps, arguments.devices)
     return verify(
         config,
         layouts=arguments.layouts,

@@ -90,6 +90,16 @@ def _skips(config: pytest.Config) -> list[str]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    caught = [
+        f"{report.nodeid.split('[')[-1].rstrip(']'):50s} {value}"
+        for report in terminalreporter.getreports("passed")
+        for key, value in report.user_properties
+        if key == "caught_by"
+    ]
+    if caught:
+        terminalreporter.section("what caught each fault")
+        for line in caught:
+            terminalreporter.write_line(line)
     skips = _skips(config)
     if skips:
         terminalreporter.section("skipped tests")

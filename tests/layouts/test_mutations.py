@@ -15,7 +15,7 @@ from jaxmoe.runtime.proof.compare import Outcome, differences
 from jaxmoe.runtime.proof.layouts import chosen_layouts, variant
 from jaxmoe.runtime.proof.run import initial_weights, run_layout
 from jaxmoe.runtime.proof.shrink import shrink
-from mutations import MUTATIONS, Mutation, applied
+from tests.layouts.mutations import MUTATIONS, Mutation, applied
 
 TOLERANCE = 1e-10
 SEED = 0
@@ -70,10 +70,8 @@ def _start() -> dict:
 
 def _run(mutation: Mutation) -> Outcome:
     per_token = mutation.batch == "ragged"
-    devices = 1
-    for size in [int(v) for k, _, v in (i.partition("=") for i in mutation.layout.split(",")) if k in ("pp", "dp", "ep", "sp", "tp")]:
-        devices *= size
-    config = variant(_small(per_token), chosen_layouts(mutation.layout, devices)[0], mutation.num_microbatches)
+    layout = chosen_layouts(mutation.layout, devices=1)[0]
+    config = variant(_small(per_token), layout, mutation.num_microbatches)
     assert isinstance(config, Config), config
     return run_layout(config, _start(), mutation.batch, SEED)
 
