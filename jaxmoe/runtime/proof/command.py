@@ -16,6 +16,7 @@ from rich.table import Table
 from jaxmoe.config.errors import ConfigError, UserError
 from jaxmoe.config.schema import Config
 from jaxmoe.runtime.proof.compare import Difference, Outcome, differences, flipped_routes
+from jaxmoe.runtime.proof.curves import draw_curves
 from jaxmoe.runtime.proof.layouts import chosen_layouts, name_of
 from jaxmoe.runtime.proof.plan import Plan, Run, make_plan
 from jaxmoe.runtime.proof.run import initial_weights, run_layout
@@ -141,6 +142,13 @@ def _write_json(path: str, comparisons: Sequence[Comparison], tolerance: float, 
     temporary = Path(f"{path}.tmp")
     temporary.write_text(json.dumps(result, indent=2).replace("Infinity", '"inf"') + "\n")
     temporary.rename(path)
+
+
+def curves(config: Config, path: str, steps: int, devices: int) -> int:
+    """Draw the training curves of 8 layouts; the exit code."""
+    _use_cpu_devices(devices)
+    draw_curves(config, path, steps, Console())
+    return 0
 
 
 def verify(config: Config, *, layouts: str | None, devices: int, dtype: str, json_path: str | None, seed: int) -> int:

@@ -74,7 +74,7 @@ def _plot(curves: dict[str, list[float]], path: Path) -> None:
 
 
 def draw_curves(config: Config, path: str, steps: int, console: Console) -> float:
-    """Train `steps` steps of the whole model on its own data in float32 on each layout; the worst relative difference."""
+    """Train the whole model on its own data in float32 on each layout; the worst relative difference of a loss."""
     update = {"compute_dtype": "float32", "param_dtype": "float32"}
     config = config.model_copy(update={"model": config.model.model_copy(update=update)})
     data, curves = open_data(config).train, {}
