@@ -14,20 +14,24 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxmoe.config.schema import Objective, Router
+from jaxmoe.config.schema import Model, Objective, Router
 from jaxmoe.spmd.axes import POSITION_AXES, PP, ROW_AXES
 from jaxmoe.spmd.collectives import axis_size, gather_equal, sum_partial
 
 CROSS_ENTROPY = "cross_entropy"
 AUX, SEQ_AUX, GLOBAL_AUX, Z = "aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss"
-TOKEN_MEAN = "token_mean"
-"""Weight of metrics that are means over the valid tokens of the step; no term of J."""
+MTP, INDEXER = "mtp", "indexer_loss"
+TOKEN_MEAN, TARGET_MEAN = "token_mean", "target_mean"
+"""Weights of metrics that are means over the valid tokens, or over the targets, of the step; no terms of J."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepCounts:
-    """What a step holds, per micro-batch, [M] each, in order. Equal on all ranks but for `target_replica`."""
+    """What a step holds, per micro-batch, [M] each, in order. Equal on all ranks but for `target_replica`.
+
+    An MTP depth has counts of its own: its targets, and the tokens that are valid at it.
+    """
 
     target_M: jax.Array
     """Sum of loss_mask over all replicas."""
@@ -74,22 +78,24 @@ def term_weights(counts: StepCounts, objective: Objective) -> dict[str, jax.Arra
     """The weight of each term's sum over micro-batch m, [M]: J = sum_m sum_t c_t * weight_t[m] * term_t(m).
 
     `cross_entropy`: [M, R], of a sum of loss_mask * CE, for each replica of this rank. `z_loss`: of a sum over valid
-    tokens. `seq_aux_loss`: of a sum over rows. `aux_loss`: of a sum over replicas. `global_aux_loss` is a step
+    tokens, and so is `indexer_loss`. `seq_aux_loss`: of a sum over rows. `aux_loss`: of a sum over replicas. `global_aux_loss` is a step
     quantity: its weight is 1, always, and it is not listed. All are equal over all axes but cross-entropy's with
-    `balance_dp_token: false`.
+    `balance_dp_token: false`. From the counts of an MTP depth come the weights of its layer's terms, and that of `mtp`
+    as `cross_entropy`.
     """
     replicas = objective.replicas or axis_size(ROW_AXES)
     num_microbatches = counts.target_M.shape[0]
     ones = jnp.ones_like(counts.target_M)
     token_mean = ones * _inverse(counts.valid_M.sum())
+    means = {TOKEN_MEAN: token_mean, TARGET_MEAN: ones * _inverse(counts.target_M.sum())}
     if objective.calculate_per_token_loss:
         return {
             CROSS_ENTROPY: jnp.ones_like(counts.target_replica_MR) * _inverse(counts.target_M.sum()),
             Z: token_mean,
+            INDEXER: token_mean,
             SEQ_AUX: ones * _inverse(counts.rows_M.sum()),
             AUX: counts.valid_M * token_mean / replicas,
-            TOKEN_MEAN: token_mean,
-        }
+        } | means
     if objective.balance_dp_token:
         cross_entropy = jnp.ones_like(counts.target_replica_MR) * _inverse(counts.target_M)[:, None]
     else:
@@ -97,10 +103,11 @@ def term_weights(counts: StepCounts, objective: Objective) -> dict[str, jax.Arra
     weights = {
         CROSS_ENTROPY: cross_entropy,
         Z: _inverse(counts.valid_M),
+        INDEXER: _inverse(counts.valid_M),
         SEQ_AUX: _inverse(counts.rows_M),
         AUX: ones / replicas,
     }
-    return {name: weight / num_microbatches for name, weight in weights.items()} | {TOKEN_MEAN: token_mean}
+    return {name: weight / num_microbatches for name, weight in weights.items()} | means
 
 
 def router_coefficients(router: Router) -> dict[str, float]:
@@ -112,3 +119,13 @@ def router_coefficients(router: Router) -> dict[str, float]:
         Z: router.z_loss_coeff,
     }
     return {name: value for name, value in coefficients.items() if value > 0}
+
+
+def term_coefficients(model: Model) -> dict[str, float]:
+    """Coefficients of all terms but the cross-entropy that are on, by term."""
+    coefficients = router_coefficients(model.moe.router) if model.moe else {}
+    if model.attention.dsa is not None and model.attention.dsa.indexer_loss_coeff > 0:
+        coefficients[INDEXER] = model.attention.dsa.indexer_loss_coeff
+    if model.mtp is not None:
+        coefficients[MTP] = model.mtp.loss_coeff / model.mtp.num_depths
+    return coefficients

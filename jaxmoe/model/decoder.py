@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config.schema import Config
 from jaxmoe.model.attention import rope_dim
-from jaxmoe.model.layer import Layer, Materialize, layer_key, rematerialized
+from jaxmoe.model.layer import Layer, LayerStats, Materialize, layer_key, rematerialized
+from jaxmoe.model.mtp import MtpModule
 from jaxmoe.model.norm import RmsNorm
 from jaxmoe.model.params import Init, stack
 from jaxmoe.model.plan import layer_plan
@@ -23,6 +24,7 @@ class Embedding(nnx.Module):
 
     def __init__(self, init: Init):
         self.table_VD = init.normal((init.model.vocab_size, init.model.d_model), P(TP, None))
+        self.multiplier = init.model.embedding_multiplier
 
     def __call__(self, inputs_BS: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """[B, S] ids of this (sp, tp) rank's positions -> [B, S, D], the same positions.
@@ -34,7 +36,8 @@ class Embedding(nnx.Module):
         local = ids - rank(TP) * table.shape[0]
         held = (local >= 0) & (local < table.shape[0])
         found = jnp.where(held[..., None], table[jnp.where(held, local, 0)].astype(dtype), 0)
-        return scatter_sum(found, TP, dim=1)
+        x_BSD = scatter_sum(found, TP, dim=1)
+        return x_BSD if self.multiplier == 1 else x_BSD * self.multiplier
 
 
 class Head(nnx.Module):
@@ -44,19 +47,20 @@ class Head(nnx.Module):
         self.weight_DV = init.normal((init.model.d_model, init.model.vocab_size), P(None, TP))
 
 
-def _run_lead(
+def _run_module(
     graphdef: nnx.GraphDef,
     tokens: Tokens,
     key: jax.Array | None,
     materialize: Materialize,
-    x_BSD: jax.Array,
     weights: nnx.State,
-) -> jax.Array:
-    return nnx.merge(graphdef, materialize(weights))(x_BSD, tokens, key)[0]
+    *inputs_BSD: jax.Array,
+) -> tuple[jax.Array, LayerStats]:
+    """A layer, or a module around one, that is not scanned."""
+    return nnx.merge(graphdef, materialize(weights))(*inputs_BSD, tokens, key)
 
 
 class Decoder(nnx.Module):
-    """Embedding, leading dense layers, the trunk, final norm, head.
+    """Embedding, leading dense layers, the trunk, final norm, head; and the modules that predict further tokens.
 
     The trunk is what a pipeline splits: one stacked `Layer` per position of the period, arrays [repeats, ...] over pp.
     `trunk_order` lists the repeat that stands at each place of that dim; -1 is padding.
@@ -76,6 +80,8 @@ class Decoder(nnx.Module):
         self.final_norm = RmsNorm(model.d_model, init)
         if not model.tie_embeddings:
             self.head = Head(init.split())
+        if model.mtp is not None:
+            self.mtp = nnx.List([MtpModule(config, kind, init.split()) for kind in plan.mtp])
         self.config = config
 
     @property
@@ -89,17 +95,37 @@ class Decoder(nnx.Module):
 
     def embed(
         self, inputs_BS: jax.Array, tokens: Tokens, noise_key: jax.Array | None, materialize: Materialize
-    ) -> jax.Array:
-        """Token vectors after the leading layers, [B, S, D] on this (sp, tp) rank's positions."""
-        x_BSD = self.embedding(inputs_BS, self.dtype)
+    ) -> tuple[jax.Array, list[LayerStats]]:
+        """Token vectors after the leading layers, [B, S, D] on this (sp, tp) rank's positions; what the layers say."""
+        x_BSD, stats = self.embedding(inputs_BS, self.dtype), []
         for number, layer in enumerate(self.lead):
             graphdef, state = nnx.split(layer)
-            run = partial(_run_lead, graphdef, tokens, layer_key(noise_key, number), materialize)
-            x_BSD = rematerialized(run, self.config.parallel.remat)(x_BSD, state)
-        return x_BSD
+            run = partial(_run_module, graphdef, tokens, layer_key(noise_key, number), materialize)
+            x_BSD, stat = rematerialized(run, self.config.parallel.remat)(state, x_BSD)
+            stats.append(stat)
+        return x_BSD, stats
+
+    def predict_further(
+        self,
+        depth: int,
+        inputs_BS: jax.Array,
+        h_BSD: jax.Array,
+        tokens: Tokens,
+        noise_key: jax.Array | None,
+        materialize: Materialize,
+    ) -> tuple[jax.Array, LayerStats]:
+        """Normalised hidden states of `depth` (from 1) from those of the depth before; see `MtpModule`.
+
+        `inputs_BS`: the tokens `depth` further on. `tokens` mark as padding where there is none in the same document.
+        """
+        graphdef, state = nnx.split(self.mtp[depth - 1])
+        key = layer_key(noise_key, self.config.model.num_layers + depth - 1)
+        run = partial(_run_module, graphdef, tokens, key, materialize)
+        e_BSD = self.embedding(inputs_BS, self.dtype)
+        return rematerialized(run, self.config.parallel.remat)(state, e_BSD, h_BSD)
 
     def head_weight(self) -> jax.Array:
-        """[D, V], this rank's columns of the vocabulary."""
-        if self.config.model.tie_embeddings:
-            return self.embedding.table_VD[...].T
-        return self.head.weight_DV[...]
+        """[D, V], this rank's columns of the vocabulary, divided by `logits_divisor`."""
+        model = self.config.model
+        weight_DV = self.embedding.table_VD[...].T if model.tie_embeddings else self.head.weight_DV[...]
+        return weight_DV if model.logits_divisor == 1 else weight_DV / model.logits_divisor

@@ -1,6 +1,7 @@
 """One decoder layer, and the scan over the layers of the trunk."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,8 +28,19 @@ REMAT_POLICIES = {
 }
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerStats:
+    """What a layer returns beside its output, each a part over every axis; None where it owns no such thing.
+
+    Returned, never kept in the module, so that recomputation cannot count twice. Scanned layers add a first dim.
+    """
+
+    router: RouterStats | None
+
+
 class Layer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp_or_moe(norm(x)).
+    """x + c attention(norm(x)), then x + c mlp_or_moe(norm(x)), c the `residual_multiplier`.
 
     Layout: x_BSD holds this (sp, tp) rank's positions, in and out.
     """
@@ -42,6 +54,7 @@ class Layer(nnx.Module):
         else:
             self.attention = Attention(init.split(), ulysses=ulysses, window=kind.window)
         self.mlp_norm = RmsNorm(model.d_model, init)
+        self.residual_multiplier = model.residual_multiplier
         self.is_moe = kind.is_moe
         if kind.is_moe:
             over = ("ep", "tp") if config.parallel.experts_over == "ep_tp" else ("ep",)
@@ -52,13 +65,16 @@ class Layer(nnx.Module):
 
     def __call__(
         self, x_BSD: jax.Array, tokens: Tokens, noise_key: jax.Array | None
-    ) -> tuple[jax.Array, RouterStats | None]:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), tokens)
+    ) -> tuple[jax.Array, LayerStats]:
+        x_BSD = x_BSD + self._scaled(self.attention(self.attention_norm(x_BSD), tokens))
         normed = self.mlp_norm(x_BSD)
         if not self.is_moe:
-            return x_BSD + self.mlp(normed), None
+            return x_BSD + self._scaled(self.mlp(normed)), LayerStats(router=None)
         y_BSD, stats = self.moe(normed, tokens, noise_key)
-        return x_BSD + y_BSD, stats
+        return x_BSD + self._scaled(y_BSD), LayerStats(router=stats)
+
+    def _scaled(self, y_BSD: jax.Array) -> jax.Array:
+        return y_BSD if self.residual_multiplier == 1 else y_BSD * self.residual_multiplier
 
 
 def rematerialized(function: Callable[..., Any], policy: str) -> Callable[..., Any]:
@@ -83,7 +99,7 @@ def scan_layers(
     materialize: Materialize,
     remat: str,
     has_padding: bool,
-) -> tuple[jax.Array, list[RouterStats | None]]:
+) -> tuple[jax.Array, list[LayerStats]]:
     """Run stacked layers in order: all of the first repeat of the period, then the second, ...
 
     Args:
@@ -91,11 +107,11 @@ def scan_layers(
         layer_ids: int32 [R], number of the first layer of each repeat; -1 is a padding repeat, which is skipped.
         has_padding: whether any rank holds padding repeats; only then is each repeat run through `lax.cond`.
 
-    Returns the hidden states and, per position of the period, statistics with a first dim R (None for dense layers).
+    Returns the hidden states and, per position of the period, statistics with a first dim R.
     """
     graphdef, state = nnx.split(period)
 
-    def run(x: jax.Array, weights: Any, layer_id: jax.Array) -> tuple[jax.Array, list[RouterStats | None]]:
+    def run(x: jax.Array, weights: Any, layer_id: jax.Array) -> tuple[jax.Array, list[LayerStats]]:
         layers = nnx.merge(graphdef, materialize(weights))
         stats = []
         for position, layer in enumerate(layers):
@@ -105,7 +121,7 @@ def scan_layers(
 
     run = rematerialized(run, remat)
 
-    def body(x: jax.Array, inputs: tuple[Any, jax.Array]) -> tuple[jax.Array, list[RouterStats | None]]:
+    def body(x: jax.Array, inputs: tuple[Any, jax.Array]) -> tuple[jax.Array, list[LayerStats]]:
         weights, layer_id = inputs
         if not has_padding:
             return run(x, weights, layer_id)

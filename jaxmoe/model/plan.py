@@ -21,11 +21,17 @@ class LayerPlan:
     lead: tuple[LayerKind, ...]
     period: tuple[LayerKind, ...]
     repeats: int
+    mtp: tuple[LayerKind, ...] = ()
+    """The layer of each multi-token-prediction depth; outside the pipeline, after the decoder."""
+
+    @property
+    def num_decoder_layers(self) -> int:
+        return len(self.lead) + len(self.period) * self.repeats
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """All decoder layers in order."""
-        return self.lead + self.period * self.repeats
+        """All layers in order, those of MTP last: one slot each."""
+        return self.lead + self.period * self.repeats + self.mtp
 
     def trunk_slots(self, position: int) -> tuple[int, ...]:
         """The layer numbers (from 0) of the layers at one position of the period, in order of repeats."""
@@ -34,15 +40,15 @@ class LayerPlan:
 
 def layer_plan(model: Model) -> LayerPlan:
     """The plan of a model: leading dense layers, then the shortest period that the others repeat."""
-    kinds = tuple(
-        LayerKind(is_moe=is_moe, window=window) for is_moe, window in zip(_has_experts(model), _windows(model), strict=True)
-    )
+    facts = zip(_has_experts(model), _windows(model), strict=True)
+    kinds = tuple(LayerKind(is_moe=is_moe, window=window) for is_moe, window in facts)
     lead = model.moe.num_dense_layers if model.moe else 0
     trunk = kinds[lead:]
     length = next(
         n for n in range(1, len(trunk) + 1) if len(trunk) % n == 0 and trunk == trunk[:n] * (len(trunk) // n)
     )
-    return LayerPlan(kinds[:lead], trunk[:length], len(trunk) // length)
+    depths = model.mtp.num_depths if model.mtp else 0
+    return LayerPlan(kinds[:lead], trunk[:length], len(trunk) // length, kinds[-1:] * depths)
 
 
 def _has_experts(model: Model) -> list[bool]:

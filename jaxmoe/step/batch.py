@@ -93,13 +93,41 @@ def zigzag_order(seq_len: int, ranks: int) -> np.ndarray:
     return np.concatenate([chunks[[r, 2 * ranks - 1 - r]].reshape(-1) for r in range(ranks)])
 
 
-def microbatches(batch: Batch, num_microbatches: int, stages: int, order: np.ndarray | None) -> dict[str, jax.Array]:
+#: Fields that an MTP depth has of its own.
+SHIFTED = ("inputs", "targets", "loss_mask", "segment_ids")
+
+
+def at_depth(name: str, depth: int) -> str:
+    """The name of an array of `SHIFTED` at an MTP depth; depth 0 is the batch itself."""
+    return f"{name}_{depth}" if depth else name
+
+
+def shifted(batch: Batch, depth: int) -> dict[str, jax.Array]:
+    """The arrays [G, S] of an MTP depth, from whole rows in their own order: before they are placed on sp and tp.
+
+    Position t reads and predicts what stands at t + depth, if that lies in the same document; else it is padding.
+    """
+
+    def ahead(value: jax.Array) -> jax.Array:
+        return jnp.pad(value[:, depth:], ((0, 0), (0, min(depth, value.shape[1]))))
+
+    inside = (batch.segment_ids != 0) & (batch.segment_ids == ahead(batch.segment_ids))
+    sources = {name: ahead(getattr(batch, name)) for name in SHIFTED} | {"segment_ids": batch.segment_ids}
+    return {at_depth(name, depth): jnp.where(inside, value, 0) for name, value in sources.items()}
+
+
+def microbatches(
+    batch: Batch, num_microbatches: int, stages: int, order: np.ndarray | None, num_depths: int = 0
+) -> dict[str, jax.Array]:
     """The batch as [M / pp, pp, G / M, S], with each token's place in it; columns in the given order.
 
-    Micro-batch m, rows [m G / M, (m + 1) G / M) in the global order, stands at [m // pp, m % pp].
+    Micro-batch m, rows [m G / M, (m + 1) G / M) in the global order, stands at [m // pp, m % pp]. `num_depths` adds
+    the arrays of that many MTP depths.
     """
     rows, seq_len = batch.inputs.shape
     arrays = {name: getattr(batch, name) for name in DTYPES}
+    for depth in range(1, num_depths + 1):
+        arrays |= shifted(batch, depth)
     arrays["ids"] = jnp.arange(rows * seq_len, dtype=jnp.int32).reshape(rows, seq_len)
     if order is not None:
         arrays = {name: jnp.take(value, order, axis=1) for name, value in arrays.items()}

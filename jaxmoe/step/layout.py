@@ -168,7 +168,7 @@ def make_layout(config: Config, sizes: tuple[tuple[str, int], ...]) -> Layout:
         if isinstance(node, nnx.Param):
             in_trunk = path[0] == "trunk"
             node.set_metadata(
-                placement=_placement(node, by_axis, config.parallel.zero, in_trunk, path[0] in ("trunk", "lead"))
+                placement=_placement(node, by_axis, config.parallel.zero, in_trunk, path[0] in ("trunk", "lead", "mtp"))
             )
     graphdef, params, bias = nnx.split(model, nnx.Param, RouterBias)
     placements = {path: v.get_metadata("placement") for path, v in nnx.to_flat_state(params)}

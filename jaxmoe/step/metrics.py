@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe.losses.objective import AUX, GLOBAL_AUX, SEQ_AUX, Z
+from jaxmoe.losses.objective import AUX, GLOBAL_AUX, INDEXER, MTP, SEQ_AUX, Z
 from jaxmoe.metrics.load import load_per_layer, load_scalars
 from jaxmoe.metrics.rules import DEFAULT_RULES
 from jaxmoe.metrics.tracker import MoEMetricsTracker
 from jaxmoe.step.layout import Layout
-from jaxmoe.step.parts import Parts
+from jaxmoe.step.parts import MTP_ACCEPTANCE, Parts
 
 #: The logged names of the objective's terms.
 LOGGED_NAMES = {
@@ -20,13 +20,25 @@ LOGGED_NAMES = {
     SEQ_AUX: "seq_load_balancing_loss",
     GLOBAL_AUX: "global_load_balancing_loss",
     Z: "z_loss",
+    MTP: "mtp_loss",
+    INDEXER: "indexer_loss",
 }
+
+
+def _owning_layers(layout: Layout, name: str) -> int:
+    """How many layers own a metric."""
+    plan = layout.plan
+    if name in (LOGGED_NAMES[MTP], MTP_ACCEPTANCE):
+        return len(plan.mtp)
+    if name == LOGGED_NAMES[INDEXER]:
+        return len(plan.kinds)
+    return sum(kind.is_moe for kind in plan.kinds)
 
 
 def record(layout: Layout, parts: Parts, dtype: jnp.dtype) -> MoEMetricsTracker:
     """The step's per-layer values in a tracker, already weighted (`loss_scale=1`), not yet reduced."""
     values = {LOGGED_NAMES[name]: value for name, value in parts.terms.items()} | parts.metrics
-    owning = sum(kind.is_moe for kind in layout.plan.kinds)
+    owning = {name: _owning_layers(layout, name) for name in values}
     rules = {name: DEFAULT_RULES[name] for name in values}
     tracker = MoEMetricsTracker.create(rules, len(layout.plan.kinds), owning, dtype).varying()
     for name, value in values.items():

@@ -10,16 +10,23 @@ from jaxmoe.losses.balance import row_balance, set_balance
 from jaxmoe.losses.objective import (
     AUX,
     GLOBAL_AUX,
+    MTP,
     SEQ_AUX,
     TOKEN_MEAN,
     Z,
+    StepCounts,
     replicas_per_rank,
-    router_coefficients,
+    term_coefficients,
 )
+from jaxmoe.model.layer import LayerStats
 from jaxmoe.model.router import RouterStats
 from jaxmoe.spmd.axes import AXES, REPLICA_AXES
 from jaxmoe.spmd.collectives import as_part, sum_partial, to_varying, vary_like
 from jaxmoe.step.layout import Layout
+
+
+#: Share of the targets of an MTP depth that are its most likely word, weighted as the loss.
+MTP_ACCEPTANCE = "mtp_acceptance"
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +41,7 @@ class Parts:
     terms: dict[str, jax.Array]
     """Per term of the objective, without coefficient, [L]."""
     metrics: dict[str, jax.Array]
-    """Means over the valid tokens of the step, [L]; no part of J."""
+    """Means over the valid tokens, or the targets, of the step, [L]; no part of J."""
     count_LE: jax.Array
     """int32, times each expert was chosen by a valid token."""
     score_sum_LE: jax.Array
@@ -47,12 +54,14 @@ class Parts:
         slots = len(layout.plan.kinds)
         moe = layout.config.model.moe
         experts = moe.num_experts if moe else 0
-        terms = router_coefficients(moe.router) if moe else {}
+        terms = term_coefficients(layout.config.model)
+        metrics = ("router_entropy", "top1_weight") if moe else ()
+        metrics += (MTP_ACCEPTANCE,) if MTP in terms else ()
         zero_L, zero_LE = jnp.zeros(slots, dtype), jnp.zeros((slots, experts), dtype)
         parts = cls(
             cross_entropy=jnp.zeros((), dtype),
             terms=dict.fromkeys((name for name in terms if name != GLOBAL_AUX), zero_L),
-            metrics=dict.fromkeys(("router_entropy", "top1_weight") if moe else (), zero_L),
+            metrics=dict.fromkeys(metrics, zero_L),
             count_LE=zero_LE.astype(jnp.int32),
             score_sum_LE=zero_LE,
             balance_count_LE=zero_LE.astype(jnp.int32),
@@ -60,25 +69,26 @@ class Parts:
         return jax.tree.map(lambda value: to_varying(value, AXES), parts)
 
     def add(self, **values: Any) -> "Parts":
-        """With values added to the named fields; each must be a part over all axes."""
-        sums = {
-            name: jax.tree.map(lambda old, new: old + as_part(new), getattr(self, name), value)
-            for name, value in values.items()
-        }
-        return replace(self, **sums)
+        """With values added to the named fields, or to some entries of a field; each must be a part over all axes."""
 
-    def objective(self, layout: Layout, num_valid: jax.Array) -> tuple[jax.Array, "Parts"]:
+        def sum_of(old: Any, new: Any) -> Any:
+            if isinstance(old, dict):
+                return old | {name: sum_of(old[name], value) for name, value in new.items()}
+            return old + as_part(new)
+
+        return replace(self, **{name: sum_of(getattr(self, name), value) for name, value in values.items()})
+
+    def objective(self, layout: Layout, num_valid_L: jax.Array) -> tuple[jax.Array, "Parts"]:
         """This rank's part of J, and the parts with the step's own terms added.
 
-        `num_valid`: valid tokens of the whole step.
+        `num_valid_L`: valid tokens of the whole step, as the layer of each slot sees them.
         """
         moe = layout.config.model.moe
-        coefficients = router_coefficients(moe.router) if moe else {}
+        coefficients = term_coefficients(layout.config.model)
         terms = dict(self.terms)
         if moe and GLOBAL_AUX in coefficients:
-            terms[GLOBAL_AUX] = set_balance(
-                self.balance_count_LE, self.score_sum_LE, num_valid, moe.experts_per_token, AXES
-            )
+            counts, scores = self.balance_count_LE[:, None], self.score_sum_LE[:, None]
+            terms[GLOBAL_AUX] = set_balance(counts, scores, num_valid_L, moe.experts_per_token, AXES)[:, 0]
         total = self.cross_entropy
         for name, coefficient in coefficients.items():
             total = total + coefficient * terms[name].sum()
@@ -89,13 +99,17 @@ class Parts:
         return jax.tree.map(lambda value: sum_partial(value, AXES), self)
 
 
-def to_slots(layout: Layout, stats: list[RouterStats | None], layer_ids: jax.Array) -> RouterStats | None:
+def valid_by_slot(layout: Layout, counts: tuple[StepCounts, ...]) -> jax.Array:
+    """Valid tokens of the step as the layer of each slot sees them, [L]: those of the batch, then of each depth."""
+    totals = [count.valid_M.sum() for count in counts]
+    return jnp.stack([totals[0]] * layout.plan.num_decoder_layers + totals[1:])
+
+
+def to_slots(layout: Layout, stats: list[LayerStats], layer_ids: jax.Array) -> LayerStats:
     """Statistics per position of the period, [R, ...], as one with a slot per layer of the model, [L, ...]."""
     slots = len(layout.plan.kinds)
-    merged = None
+    merged = LayerStats(router=None)
     for position, stat in enumerate(stats):
-        if stat is None:
-            continue
         # Padding repeats write out of bounds, which drops them.
         index = jnp.where(layer_ids < 0, slots, layer_ids + position)
 
@@ -103,18 +117,38 @@ def to_slots(layout: Layout, stats: list[RouterStats | None], layer_ids: jax.Arr
             empty = vary_like(jnp.zeros((slots, *value.shape[1:]), value.dtype), value)
             return empty.at[index].set(value, mode="drop")
 
-        placed = jax.tree.map(place, stat)
-        merged = placed if merged is None else jax.tree.map(jnp.add, merged, placed)
+        merged = _merge(merged, jax.tree.map(place, stat))
     return merged
 
 
-def add_router_stats(
-    parts: Parts, layout: Layout, stats: RouterStats | None, valid_BS: jax.Array, weights: dict[str, jax.Array]
+def one_to_slot(layout: Layout, stats: LayerStats, layer_id: int) -> LayerStats:
+    """Statistics of one layer that is not scanned, in its slot."""
+    return to_slots(layout, [jax.tree.map(lambda value: value[None], stats)], jnp.asarray([layer_id], jnp.int32))
+
+
+def _merge(one: LayerStats, other: LayerStats) -> LayerStats:
+    """Sums, of what both have."""
+
+    def both(a: Any, b: Any) -> Any:
+        return b if a is None else a if b is None else jax.tree.map(jnp.add, a, b)
+
+    return LayerStats(router=both(one.router, other.router))
+
+
+def add_layer_stats(
+    parts: Parts, layout: Layout, stats: LayerStats, valid_BS: jax.Array, weights: dict[str, jax.Array]
 ) -> Parts:
-    """Add one micro-batch's router terms, weighted. `weights` holds the scalars of this micro-batch."""
+    """Add one micro-batch's terms of layers, by slot, weighted. `weights` holds the scalars of this micro-batch."""
+    if stats.router is not None:
+        parts = _add_router_stats(parts, layout, stats.router, valid_BS, weights)
+    return parts
+
+
+def _add_router_stats(
+    parts: Parts, layout: Layout, stats: RouterStats, valid_BS: jax.Array, weights: dict[str, jax.Array]
+) -> Parts:
     moe = layout.config.model.moe
-    if stats is None or moe is None:
-        return parts
+    assert moe is not None
     k = moe.experts_per_token
     valid_B = valid_BS.sum(axis=1, dtype=jnp.int32)
     score_sum_LE = stats.score_sum_BE.sum(axis=1)

@@ -1,6 +1,6 @@
 """The trunk as a pipeline over pp; all else with the micro-batches split over pp.
 
-Embedding, leading layers, final norm, head and losses are no stages: pp rank r computes them for the micro-batches
+Embedding, leading layers, final norm, head, MTP and losses are no stages: pp rank r computes them for the micro-batches
 m with m % pp == r, so pp is one more data axis there and no rank waits for a head.
 
 In the trunk, stage r works in tick t on place t - r of a queue: `pp` micro-batches pass chunk 0 of all stages, then
@@ -21,8 +21,8 @@ from flax import nnx
 
 from jaxmoe.spmd.axes import PP
 from jaxmoe.spmd.collectives import axis_size, rank, shift, zeros_of
-from jaxmoe.step.forward import Arrays, Forward
-from jaxmoe.step.parts import Parts, add_router_stats
+from jaxmoe.step.forward import Arrays, Forward, Weights
+from jaxmoe.step.parts import Parts, add_layer_stats
 
 Tree = Any
 
@@ -43,7 +43,7 @@ def _chunk(tree: Tree, index: jax.Array, chunks: int) -> Tree:
 
 
 def _run_trunk(
-    forward: Forward, parts: Parts, inputs: Arrays, weights: Arrays, num_microbatches: int
+    forward: Forward, parts: Parts, inputs: Arrays, weights: Weights, num_microbatches: int
 ) -> tuple[Parts, jax.Array]:
     """Inputs [M / pp, B, S, ...] of this rank's micro-batches -> their hidden states after the trunk."""
     stages, chunks = axis_size(PP), forward.layout.chunks
@@ -67,8 +67,8 @@ def _run_trunk(
         tokens = forward.tokens(own)
         layers = nnx.merge(graphdef, _chunk(trunk, chunk, chunks))
         x_BSD, stats = forward.layers(own["x"], tokens, layers, _chunk(layer_ids, chunk, chunks))
-        own_weights = {name: value[microbatch] for name, value in weights.items()}
-        parts = add_router_stats(parts, forward.layout, stats, tokens.valid_BS, own_weights)
+        own_weights = {name: value[microbatch] for name, value in weights[0].items()}
+        parts = add_layer_stats(parts, forward.layout, stats, tokens.valid_BS, own_weights)
 
         output_ring = jnp.where((stage == stages - 1) & (chunk == chunks - 1), x_BSD, shift(output_ring, PP, -1))
         done = time - (stages - 1)
@@ -90,26 +90,31 @@ def _shift_all(tree: Tree, by: int) -> Tree:
     return jax.tree.map(lambda value: shift(value, PP, by), tree)
 
 
-def run_pipeline(forward: Forward, parts: Parts, arrays: Arrays, weights: Arrays) -> tuple[Parts, jax.Array]:
+def _of_own_microbatches(weights: Weights) -> Weights:
+    """The weights [M / pp] of the micro-batches that this pp rank has outside the trunk."""
+    return jax.tree.map(lambda value: value.reshape(-1, axis_size(PP), *value.shape[1:])[:, rank(PP)], weights)
+
+
+def run_pipeline(forward: Forward, parts: Parts, arrays: Arrays, weights: Weights) -> tuple[Parts, jax.Array]:
     """All micro-batches up to the end of the trunk. `arrays` [M / pp, B, S] are this rank's, `weights` [M] all.
 
-    Returns the parts with the router's terms, and the hidden states [M / pp, B, S, D] of this rank's micro-batches.
+    Returns the parts with the terms of the decoder's layers, and the hidden states [M / pp, B, S, D] of this rank's micro-batches.
     """
 
-    def before(_: None, own: Arrays) -> tuple[None, jax.Array]:
-        return None, forward.embed(own, forward.tokens(own))
+    def before(parts: Parts, own: tuple[Arrays, Weights]) -> tuple[Parts, jax.Array]:
+        own_arrays, own_weights = own
+        return forward.embed(parts, own_arrays, forward.tokens(own_arrays), own_weights)
 
-    _, embedded = jax.lax.scan(before, None, arrays)
+    parts, embedded = jax.lax.scan(before, parts, (arrays, _of_own_microbatches(weights)))
     inputs = {"x": embedded} | {name: arrays[name] for name in MARKS}
     return _run_trunk(forward, parts, inputs, weights, arrays["inputs"].shape[0] * axis_size(PP))
 
 
-def add_losses(forward: Forward, parts: Parts, hidden: jax.Array, arrays: Arrays, weights: Arrays) -> Parts:
+def add_losses(forward: Forward, parts: Parts, hidden: jax.Array, arrays: Arrays, weights: Weights) -> Parts:
     """The losses of this rank's micro-batches, from the hidden states that `run_pipeline` returned."""
 
     def add(parts: Parts, own: Tree) -> tuple[Parts, None]:
         x_BSD, arrays, weights = own
-        return forward.add_cross_entropy(parts, x_BSD, arrays, weights), None
+        return forward.add_losses(parts, x_BSD, arrays, weights), None
 
-    mine = {name: value.reshape(-1, axis_size(PP), *value.shape[1:])[:, rank(PP)] for name, value in weights.items()}
-    return jax.lax.scan(jax.checkpoint(add), parts, (hidden, arrays, mine))[0]
+    return jax.lax.scan(jax.checkpoint(add), parts, (hidden, arrays, _of_own_microbatches(weights)))[0]

@@ -22,7 +22,7 @@ def updated_bias(layout: Layout, bias: Any, count_LE: jax.Array) -> Any:
     """b_i += rate * sign(sum(C) - E * C_i).
 
     `count_LE` int32 [L, E] holds the choices of all valid tokens of the step, equal on all ranks; `bias` has one
-    leaf [R, E] per position of the period that has a router, R repeats on this pp rank.
+    leaf [R, E] per position of the period that has a router, R repeats on this pp rank, and one [E] per MTP depth.
     """
     moe = layout.config.model.moe
     if moe is None or not moe.router.selection_bias:
@@ -33,4 +33,11 @@ def updated_bias(layout: Layout, bias: Any, count_LE: jax.Array) -> Any:
     for position, leaf in bias["trunk"].items():
         move = jnp.where(layer_ids[:, None] < 0, 0, step_LE[layer_ids + position])
         trunk[position] = jax.tree.map(lambda old, move=move: old + move, leaf)
-    return {**bias, "trunk": trunk}
+    moved = {**bias, "trunk": trunk}
+    if "mtp" in bias:
+        first = layout.plan.num_decoder_layers
+        moved["mtp"] = {
+            number: jax.tree.map(lambda old, number=number: old + step_LE[first + number], leaf)
+            for number, leaf in bias["mtp"].items()
+        }
+    return moved
