@@ -53,7 +53,7 @@ class WeightFiles:
             self._read_head(file, problems)
         for name, file in wanted.items():
             found = self.tensors.get(name)
-            if found is None and (self.folder / file).is_file():
+            if (found is None or found.file != file) and (self.folder / file).is_file():
                 problems.append(f"{INDEX_FILE} says that {file} holds {name}, and it does not")
         if problems:
             raise UserError(_listed(f"{self.folder}: the weights are not whole", problems))

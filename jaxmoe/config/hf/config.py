@@ -92,7 +92,7 @@ def _decode(family: Family, fields: Fields) -> Tree:
     tree: Tree = {}
     for piece in family.pieces:
         tree = merge_trees(tree, piece.decode(fields))
-    if "moe" in tree and tree["moe"].get("num_dense_layers", 0) >= tree["num_layers"]:
+    if "moe" in tree and tree["moe"].get("num_dense_layers", 0) >= fields.number("num_hidden_layers"):
         del tree["moe"]  # a checkpoint of a mixture family without a single layer of experts
     return tree
 

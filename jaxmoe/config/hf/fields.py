@@ -47,7 +47,9 @@ class Fields:
             self.refuse(name, found, "would change the numbers, and is not supported", f"only {value!r} is")
 
     def refuse(self, name: str, value: Any, rule: str, fix: str) -> None:
-        self.problems.append(Problem(name, value, rule, fix))
+        # Many pieces may read a field that is missing.
+        if name not in (problem.path for problem in self.problems):
+            self.problems.append(Problem(name, value, rule, fix))
 
     def unread(self) -> list[str]:
         """Fields that nobody asked for, in the order of the file."""

@@ -1,0 +1,80 @@
+"""Hugging Face folders to run folders, and back.
+
+    python -m jaxmoe.convert hf-to-jaxmoe --from DIR --run runs/x [--config FILE] [key=value ...]
+    python -m jaxmoe.convert jaxmoe-to-hf --run runs/x --to DIR [--step N] [--dtype bfloat16]
+
+Runs on the host's processors; the host must hold the model. Exit codes: 0, or 2 for something to mend, which leaves the
+output as it was. Training can also start from a Hugging Face folder by itself: `model.from_hf: DIR` in its config.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxmoe.config import UserError, fail_on_user_error, load_config
+from jaxmoe.interop.hf_config import load_hf_config
+from jaxmoe.runtime.run_folder import CONFIG_FILE, RunFolder
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m jaxmoe.convert", description="Hugging Face folders in and out.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    inward = commands.add_parser("hf-to-jaxmoe", help="a Hugging Face folder as step 0 of a new run")
+    inward.add_argument("--from", dest="source", required=True, help="folder with config.json and *.safetensors")
+    inward.add_argument("--run", required=True, help="run folder to make")
+    inward.add_argument("--config", help="config file of the run; the least that is needed where not given")
+    inward.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the config")
+    outward = commands.add_parser("jaxmoe-to-hf", help="a run's checkpoint as a Hugging Face folder")
+    outward.add_argument("--run", required=True, help="run folder of a trained model")
+    outward.add_argument("--to", required=True, help="folder to make")
+    outward.add_argument("--step", type=int, help="checkpoint to use (default: the newest)")
+    outward.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they came)")
+    outward.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the run's config")
+    return parser.parse_args(words)
+
+
+@fail_on_user_error()
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the command; the exit code."""
+    arguments = _arguments(words)
+    # Weights pass through the host's memory; accelerators would be in the way.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    return _import(arguments) if arguments.command == "hf-to-jaxmoe" else _export(arguments)
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    own = [f"run.dir={arguments.run}", *arguments.overrides]
+    if arguments.config:
+        config = load_config(arguments.config, [f"model.from_hf={arguments.source}", *own])
+    else:
+        config = load_hf_config(arguments.source, own)
+    folder = RunFolder(config.run.dir)
+    from jaxmoe.runtime.convert import import_folder
+
+    import_folder(config, folder)
+    print(f"{arguments.source} is step 0 of {folder.path}; {folder.path / CONFIG_FILE} has its config")
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    folder = RunFolder(arguments.run)
+    if not (folder.path / CONFIG_FILE).is_file():
+        raise UserError(f"run={folder.path}: holds no {CONFIG_FILE}; name the run.dir of a training run")
+    steps = folder.steps
+    step = arguments.step if arguments.step is not None else folder.latest_step
+    if step not in steps:
+        raise UserError(f"step={step}: {folder.path} holds {steps or 'no checkpoint yet'}; choose one of those")
+    config = load_config(folder.path / CONFIG_FILE, arguments.overrides)
+    from jaxmoe.runtime.convert import export_run
+
+    export_run(config, folder, step, Path(arguments.to), dtype=arguments.dtype)
+    print(f"step {step} of {folder.path} is in {arguments.to}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

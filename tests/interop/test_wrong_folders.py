@@ -1,0 +1,180 @@
+"""Folders that are wrong: each is refused by name with exit code 2, and nothing is written."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxmoe.convert import main
+from jaxmoe.runtime.run_folder import RunFolder
+from tests.interop.golden_cases import FOLDER
+from tests.interop.test_round_trip import assert_same_tensors, tensors_of
+
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+INDEX = "model.safetensors.index.json"
+
+
+def rewritten(folder, change):
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file)
+
+
+def without(name):
+    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
+
+
+def with_index(folder, change):
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def point_to(file):
+    return lambda folder: with_index(folder, lambda files: files.update({"lm_head.weight": file}))
+
+
+def cut_short(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def only_a_pickle(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"lm_head.weight": [1.0]}))
+
+
+def with_config(**values):
+    def change(folder):
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return change
+
+
+WRONG = {
+    "missing_expert": ("qwen3_moe", lambda f: rewritten(f, without(EXPERT)), [f"{EXPERT} is missing"]),
+    "transposed_weight": (
+        "qwen3_moe",
+        lambda f: rewritten(f, lambda t: t | {EXPERT: np.ascontiguousarray(t[EXPERT].T)}),
+        [f"{EXPERT} has shape [32, 12], must be [12, 32]"],
+    ),
+    "extra_tensor": (
+        "qwen3_moe",
+        lambda f: rewritten(f, lambda t: t | {"model.layers.4.mlp.gate.weight": np.ones((8, 32), np.float32)}),
+        ["model.layers.4.mlp.gate.weight is extra"],
+    ),
+    "integers": (
+        "qwen3_moe",
+        lambda f: rewritten(f, lambda t: t | {EXPERT: t[EXPERT].astype(np.int8)}),
+        [f"{EXPERT} is I8"],
+    ),
+    "wrong_vocabulary": (
+        "qwen3_moe",
+        with_config(vocab_size=130),
+        ["model.embed_tokens.weight has shape [128, 32], must be [130, 32]", "lm_head.weight has shape"],
+    ),
+    "two_at_once": (
+        "qwen3_moe",
+        lambda f: rewritten(f, lambda t: without("lm_head.weight")(without(EXPERT)(t))),
+        [f"{EXPERT} is missing", "lm_head.weight is missing"],
+    ),
+    "truncated_file": ("qwen3_moe", cut_short, ["model.safetensors is damaged or cut short"]),
+    "pickle": ("qwen3_moe", only_a_pickle, ["pytorch_model.bin", "can run code"]),
+    "unknown_rope": (
+        "qwen3_moe",
+        with_config(rope_parameters={"rope_type": "spiral", "rope_theta": 1.0}),
+        ["rope_parameters.rope_type='spiral'"],
+    ),
+    "no_config": ("qwen3_moe", lambda f: (f / "config.json").unlink(), ["config.json: no such file"]),
+    "no_weights": ("qwen3_moe", lambda f: (f / "model.safetensors").unlink(), ["holds neither"]),
+    "missing_shard": (
+        "mixtral_sharded",
+        lambda f: (f / "model-00003-of-00004.safetensors").unlink(),
+        ["model-00003-of-00004.safetensors is missing"],
+    ),
+    "index_of_a_missing_shard": (
+        "mixtral_sharded",
+        point_to("model-9.safetensors"),
+        ["model-9.safetensors is missing"],
+    ),
+    "index_out_of_the_folder": (
+        "mixtral_sharded",
+        point_to("../model.safetensors"),
+        ["'../model.safetensors' is no plain file name"],
+    ),
+    "index_of_an_absolute_path": ("mixtral_sharded", point_to("/etc/x.safetensors"), ["is no plain file name"]),
+    "index_of_a_pickle": ("mixtral_sharded", point_to("x.bin"), ["'x.bin' is no .safetensors file"]),
+    "index_of_another_file": (
+        "mixtral_sharded",
+        point_to("model-00004-of-00004.safetensors"),
+        ["model-00004-of-00004.safetensors holds lm_head.weight, and it does not"],
+    ),
+    "index_that_is_no_index": ("mixtral_sharded", lambda f: (f / INDEX).write_text("[1]"), ["is no index"]),
+}
+
+
+@pytest.fixture
+def copied(tmp_path):
+    def make(family):
+        return shutil.copytree(FOLDER / family, tmp_path / "in", ignore=shutil.ignore_patterns("*.npz"))
+
+    return make
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_folder_is_refused_by_name(name, copied, tmp_path, capsys):
+    family, spoil, texts = WRONG[name]
+    folder = copied(family)
+    spoil(folder)
+    with pytest.raises(SystemExit) as caught:
+        main(["hf-to-jaxmoe", "--from", str(folder), "--run", str(tmp_path / "run")])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert all(text in error for text in texts), error
+    assert not (tmp_path / "run").exists()
+
+
+def test_in_and_out_again_by_the_commands(tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert main(["hf-to-jaxmoe", "--from", str(FOLDER / "glm4_moe"), "--run", str(run), "optimizer.kind=sgd"]) == 0
+    assert RunFolder(run).steps == [0]
+    assert main(["jaxmoe-to-hf", "--run", str(run), "--to", str(out)]) == 0
+    assert_same_tensors(tensors_of(out), tensors_of(FOLDER / "glm4_moe"))
+    with pytest.raises(SystemExit) as caught:
+        main(["jaxmoe-to-hf", "--run", str(run), "--to", str(out)])
+    assert caught.value.code == 2
+    with pytest.raises(SystemExit) as caught:
+        main(["hf-to-jaxmoe", "--from", str(FOLDER / "glm4_moe"), "--run", str(run)])
+    assert caught.value.code == 2
+    assert "holds checkpoints already" in capsys.readouterr().err
+
+
+def test_a_run_that_is_none_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["jaxmoe-to-hf", "--run", str(tmp_path), "--to", str(tmp_path / "out")])
+    assert caught.value.code == 2
+    assert "holds no config.yaml" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_exit_code_of_the_process(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "jaxmoe.convert",
+        "hf-to-jaxmoe",
+        "--from",
+        str(tmp_path),
+        "--run",
+        str(tmp_path / "r"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+    assert done.returncode == 2
+    assert "config.json: no such file" in done.stderr
+    assert "Traceback" not in done.stderr
