@@ -14,6 +14,10 @@ FORMAT_VERSION = 1
 _ABSENT = "(absent)"
 
 
+#: Fingerprint of a state that has read no batch yet, such as one made from another program's weights.
+NO_DATA = ""
+
+
 @dataclass(frozen=True)
 class DataState:
     """Where the run stands in its data: batches are a function of these."""
@@ -99,7 +103,7 @@ def check_model(saved_model: Mapping[str, Any], saved_optimizer: str, config: Co
 
 def check_data(saved: DataState, config: Config, fingerprint: str, place: str) -> None:
     """Raises: UserError when the batches of the config are not those that the saved run has been reading."""
-    if saved.fingerprint == fingerprint:
+    if saved.fingerprint in (fingerprint, NO_DATA):
         return
     seed = "" if saved.seed == config.run.seed else f" (run.seed: saved {saved.seed}, asked {config.run.seed})"
     raise UserError(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 
-from jaxmoe.checkpoint.about import about
+from jaxmoe.checkpoint.about import NO_DATA, about
 from jaxmoe.checkpoint.store import Checkpoints
 from jaxmoe.config import Config
 from jaxmoe.config.errors import UserError
@@ -15,9 +15,6 @@ from jaxmoe.runtime.restore import load_weights, state_arrays
 from jaxmoe.runtime.run_folder import RunFolder
 from jaxmoe.step.hf import load_hf_state, save_hf
 from jaxmoe.step.state import make_mesh
-
-#: No batch has been read yet: training may start from such a checkpoint with any data.
-NO_DATA = ""
 
 
 def import_folder(config: Config, folder: RunFolder) -> None:
