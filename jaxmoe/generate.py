@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxmoe.config import UserError, fail_on_user_error, load_config
+from jaxmoe.generation.settings import Sampling
 from jaxmoe.runtime.run_folder import CONFIG_FILE, RunFolder
 
 
@@ -38,11 +39,10 @@ def main(words: Sequence[str] | None = None) -> int:
         raise UserError("prompt: is empty; give at least one word to continue")
     config = load_config(folder.path / CONFIG_FILE, arguments.overrides)
     folder.check(config)
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.seed)
     # JAX takes seconds to start, so a wrong command is refused before it is imported.
-    from jaxmoe.generation.decode import Sampling
     from jaxmoe.runtime.inference import generate_text
 
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.seed)
     texts = generate_text(config, folder, step, arguments.prompt, num_new=arguments.tokens, sampling=sampling)
     for prompt, text in zip(arguments.prompt, texts, strict=True):
         print(f"{prompt}{text}\n")

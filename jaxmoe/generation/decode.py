@@ -1,39 +1,15 @@
 """Continuing prompts token by token, with the whole window read anew for every token."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import jax
 import numpy as np
 
-from jaxmoe.config.errors import UserError
 from jaxmoe.generation.sampling import choose_tokens
+from jaxmoe.generation.settings import Sampling
 
 NextLogits = Callable[[np.ndarray, np.ndarray], jax.Array]
 """(ids int32 [B, W], place of each row's last token [B]; -1 for a row without one) -> logits [B, V] after it."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen."""
-
-    temperature: float = 0.8
-    """0 always takes the best."""
-    top_k: int | None = 50
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        problems = []
-        if not 0 <= self.temperature < float("inf"):
-            problems.append(
-                f"temperature={self.temperature}: must be at least 0; use 0 for the best token, 0.8 for text"
-            )
-        if self.top_k is not None and self.top_k < 1:
-            problems.append(f"top-k={self.top_k}: must be at least 1; use 50, or leave it out")
-        if not 0 <= self.seed < 2**32:
-            problems.append(f"seed={self.seed}: must be from 0 to {2**32 - 1}; use 0")
-        if problems:
-            raise UserError("\n".join(problems))
 
 
 def continue_prompts(

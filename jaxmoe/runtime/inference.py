@@ -13,7 +13,8 @@ from jaxmoe.config import Config, UserError
 from jaxmoe.data import Tokenizer
 from jaxmoe.data.sources import Documents
 from jaxmoe.data.tokenizer import open_tokenizer
-from jaxmoe.generation.decode import Sampling, continue_prompts
+from jaxmoe.generation.decode import continue_prompts
+from jaxmoe.generation.settings import Sampling
 from jaxmoe.runtime.restore import load_weights
 from jaxmoe.runtime.run_folder import RunFolder
 from jaxmoe.spmd.axes import DP, EP, PP, SP, TP

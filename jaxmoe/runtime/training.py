@@ -10,7 +10,7 @@ from jaxmoe.checkpoint.about import check_data, check_model
 from jaxmoe.checkpoint.store import Checkpoints
 from jaxmoe.config import Config
 from jaxmoe.data import TrainingData, unigram_baseline
-from jaxmoe.generation.decode import Sampling
+from jaxmoe.generation.settings import Sampling
 from jaxmoe.runtime.environment import commit, variables, versions
 from jaxmoe.runtime.inference import generate
 from jaxmoe.runtime.loop import Loop, Places
@@ -19,6 +19,7 @@ from jaxmoe.runtime.restore import load_state
 from jaxmoe.runtime.run_folder import RunFolder
 from jaxmoe.runtime.signals import StopSignals
 from jaxmoe.runtime.sinks import open_sinks
+from jaxmoe.step.hf import load_hf_state
 from jaxmoe.step.state import TrainState, init_state, make_mesh
 
 #: Tokens of a validation text that the sample continues when the config names no prompt.
@@ -76,7 +77,10 @@ def _start(
 ) -> TrainState:
     steps = checkpoints.steps()
     if not steps:
-        return init_state(config, mesh)
+        if config.model.from_hf is None:
+            return init_state(config, mesh)
+        display.emit(f"starting from the weights in {config.model.from_hf}")
+        return load_hf_state(config, mesh)
     place = str(checkpoints.folder / str(steps[-1]))
     saved = checkpoints.about(steps[-1])
     check_model(saved.model, saved.optimizer, config, place)
