@@ -12,6 +12,8 @@ from jaxmoe.config.schema import Config, Model
 
 FORMAT_VERSION = 1
 _ABSENT = "(absent)"
+#: Of `attention.dsa`: the indexers are trained first, then the whole model goes on from their checkpoint.
+_STAGE_FIELDS = ("stage", "indexer_loss", "indexer_loss_coeff")
 
 
 #: Fingerprint of a state that has read no batch yet, such as one made from another program's weights.
@@ -81,6 +83,14 @@ def _show(value: Any) -> str:
     return _ABSENT if value == _ABSENT else show_value(value)
 
 
+def _untrained(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section without what a stage of training may change between two runs of one model."""
+    attention = dict(model.get("attention") or {})
+    if isinstance(attention.get("dsa"), Mapping):
+        attention["dsa"] = {name: value for name, value in attention["dsa"].items() if name not in _STAGE_FIELDS}
+    return {**model, "attention": attention}
+
+
 def _with_defaults(saved_model: Mapping[str, Any]) -> Mapping[str, Any]:
     """The section with the fields that its version of jaxmoe did not have yet: their defaults change nothing."""
     try:
@@ -91,7 +101,8 @@ def _with_defaults(saved_model: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def check_model(saved_model: Mapping[str, Any], saved_optimizer: str, config: Config, place: str) -> None:
     """Raises: UserError naming every field in which the model (or the kind of optimiser) is another one."""
-    found = list(differences(_with_defaults(saved_model), config_to_dict(config)["model"], "model"))
+    asked = config_to_dict(config)["model"]
+    found = list(differences(_untrained(_with_defaults(saved_model)), _untrained(asked), "model"))
     found += differences(saved_optimizer, config.optimizer.kind, "optimizer.kind")
     if found:
         lines = "\n".join(f"  {line}" for line in found)

@@ -17,6 +17,7 @@ from jaxmoe.model.params import Init
 from jaxmoe.model.plan import LayerKind
 from jaxmoe.model.router import RouterStats
 from jaxmoe.model.tokens import Tokens
+from jaxmoe.spmd.axes import SP
 from jaxmoe.spmd.collectives import zeros_of
 
 #: Brings the weights of one layer to this rank (`parallel.zero: 3`); the identity otherwise.
@@ -37,6 +38,8 @@ class LayerStats:
     """
 
     router: RouterStats | None
+    indexer_loss_sum: jax.Array | None
+    """Sum over this rank's valid tokens of KL(attention || indexer). Differentiable."""
 
 
 class Layer(nnx.Module):
@@ -50,7 +53,8 @@ class Layer(nnx.Module):
         self.attention_norm = RmsNorm(model.d_model, init)
         ulysses = config.parallel.sp_attention == "ulysses"
         if model.attention.mla is not None:
-            self.attention = LatentAttention(init.split())
+            zigzag = config.parallel.sp_placement == "zigzag" and init.sizes[SP] > 1
+            self.attention = LatentAttention(init.split(), reorders_keys=zigzag)
         else:
             self.attention = Attention(init.split(), ulysses=ulysses, window=kind.window)
         self.mlp_norm = RmsNorm(model.d_model, init)
@@ -66,12 +70,18 @@ class Layer(nnx.Module):
     def __call__(
         self, x_BSD: jax.Array, tokens: Tokens, noise_key: jax.Array | None
     ) -> tuple[jax.Array, LayerStats]:
-        x_BSD = x_BSD + self._scaled(self.attention(self.attention_norm(x_BSD), tokens))
+        y_BSD, loss = self._attend(self.attention_norm(x_BSD), tokens)
+        x_BSD = x_BSD + self._scaled(y_BSD)
         normed = self.mlp_norm(x_BSD)
         if not self.is_moe:
-            return x_BSD + self._scaled(self.mlp(normed)), LayerStats(router=None)
+            return x_BSD + self._scaled(self.mlp(normed)), LayerStats(None, loss)
         y_BSD, stats = self.moe(normed, tokens, noise_key)
-        return x_BSD + self._scaled(y_BSD), LayerStats(router=stats)
+        return x_BSD + self._scaled(y_BSD), LayerStats(stats, loss)
+
+    def _attend(self, x_BSD: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array | None]:
+        if isinstance(self.attention, LatentAttention):
+            return self.attention(x_BSD, tokens)
+        return self.attention(x_BSD, tokens), None
 
     def _scaled(self, y_BSD: jax.Array) -> jax.Array:
         return y_BSD if self.residual_multiplier == 1 else y_BSD * self.residual_multiplier

@@ -9,6 +9,15 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config.schema import Attention as AttentionConfig
 from jaxmoe.kernels.attention import attention
+from jaxmoe.kernels.sparse_attention import (
+    Indexer,
+    MainAttention,
+    Marks,
+    chosen_keys,
+    indexer_loss,
+    sparse_attention,
+)
+from jaxmoe.model.indexer import KeyIndexer
 from jaxmoe.model.norm import RmsNorm
 from jaxmoe.model.params import Init
 from jaxmoe.model.rope import rotate, yarn_mscale
@@ -33,11 +42,12 @@ class LatentAttention(nnx.Module):
         k_n = [c W_k,n | r],  v_n = c W_v,n
 
     Layout: x_BSD holds this (sp, tp) rank's positions, in and out. Heads are split over tp. The down-projections are
-    replicated and work on a rank's own positions, so only latents and the rotated key are gathered.
+    replicated and work on a rank's own positions, so only latents and the rotated key are gathered. `reorders_keys`:
+    rows are not split over sp in their own order.
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
     """
 
-    def __init__(self, init: Init):
+    def __init__(self, init: Init, *, reorders_keys: bool):
         config, width = init.model.attention, init.model.d_model
         mla = config.mla
         assert mla is not None
@@ -52,8 +62,11 @@ class LatentAttention(nnx.Module):
         self.kv_norm = RmsNorm(mla.kv_lora_rank, init, mla.latent_norm_eps)
         self.kv_up_CNH = init.normal((mla.kv_lora_rank, heads, nope + mla.v_head_dim), P(None, TP, None))
         self.o_NHD = init.normal((heads, mla.v_head_dim, width), P(TP, None, None), to_residual=True)
-        self.config = config
+        if config.dsa is not None:
+            self.indexer = KeyIndexer(init.split())
         self.mla = mla
+        self.dsa = config.dsa
+        self.reorders_keys = reorders_keys
         self.scale = softmax_scale(config)
 
     def _queries(self, source_BSC: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
@@ -112,6 +125,46 @@ class LatentAttention(nnx.Module):
         partial = o_BQNH.reshape(*o_BQNH.shape[:2], -1) @ weight_NHD.reshape(-1, weight_NHD.shape[-1])
         return scatter_sum(partial, TP, dim=1)
 
-    def __call__(self, x_BSD: jax.Array, tokens: Tokens) -> jax.Array:
-        q = self._queries(self.query_source(x_BSD), tokens)
-        return self._output(self._dense(q, *self._latents(x_BSD, tokens), tokens))
+    def _chosen(
+        self, q: tuple[jax.Array, jax.Array], latent_BTC: jax.Array, rope_BTR: jax.Array, tokens: Tokens, found: Indexer
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Attention to the chosen keys, [B, Q, N, U], and this rank's part of the indexer's loss summed over tokens.
+
+        Heads attend in the space of the latent, which is key and value in one: [B, T, 1, R + C].
+        """
+        dsa, up_weights = self.dsa, self._up_weights(latent_BTC.dtype)
+        assert dsa is not None
+        order = jnp.argsort(tokens.id_BT[0]) if self.reorders_keys else None
+
+        def in_order(value_BT: jax.Array) -> jax.Array:
+            """Ties go to the lowest position of the row, however positions lie on sp."""
+            return value_BT if order is None else jnp.take(value_BT, order, axis=1)
+
+        q_nope, q_rope = q
+        q_BQNX = jnp.concatenate([q_rope, jnp.einsum("bqnh,cnh->bqnc", q_nope, up_weights[0])], axis=-1)
+        kv_BTKX = in_order(jnp.concatenate([rope_BTR, latent_BTC], axis=-1))[:, :, None]
+        found = found._replace(k_BTI=in_order(found.k_BTI))
+        marks = Marks(tokens.segment_BQ, tokens.position_BQ, in_order(tokens.segment_BT), in_order(tokens.position_BT))
+        own = (own_piece(value, TP, dim=1) for value in (tokens.segment_BQ, tokens.position_BQ))
+        index_BQP, o_BQNH = None, None
+        if dsa.stage == "sparse":
+            index_BSP = chosen_keys(found, Marks(*own, marks.k_segment_BT, marks.k_position_BT), dsa.index_topk)
+            index_BQP = gather(index_BSP, TP, dim=1)
+            o_BQNC = sparse_attention(q_BQNX, kv_BTKX, index_BQP, scale=self.scale, value_start=rope_BTR.shape[-1])
+            o_BQNH = jnp.einsum("bqnc,cnh->bqnh", o_BQNC, up_weights[1])
+        else:
+            o_BQNH = self._dense(q, latent_BTC, rope_BTR, tokens)
+        if dsa.indexer_loss_coeff == 0:
+            return o_BQNH, None
+        main = MainAttention(q_BQNX, kv_BTKX, self.scale)
+        compared = index_BQP if dsa.indexer_loss == "sparse" else None
+        return o_BQNH, indexer_loss(found, main, marks, compared).sum()
+
+    def __call__(self, x_BSD: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array | None]:
+        """The output, and this rank's part of the indexer's loss summed over tokens where there is one."""
+        source = self.query_source(x_BSD)
+        q, (latent, rope) = self._queries(source, tokens), self._latents(x_BSD, tokens)
+        if self.dsa is None:
+            return self._output(self._dense(q, latent, rope, tokens)), None
+        o_BQNH, loss = self._chosen(q, latent, rope, tokens, self.indexer(x_BSD, source, tokens))
+        return self._output(o_BQNH), loss

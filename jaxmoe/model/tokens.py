@@ -24,6 +24,7 @@ class Tokens:
     """bool; False is padding."""
     id_BS: jax.Array
     """int32, place in the global batch: row * seq_len + column. Seeds randomness that no layout changes."""
+    id_BT: jax.Array
     position_BQ: jax.Array
     segment_BQ: jax.Array
     position_BT: jax.Array
@@ -41,6 +42,7 @@ def make_tokens(
     return Tokens(
         valid_BS=segment_BS != 0,
         id_BS=id_BS,
+        id_BT=gather(id_BS, POSITION_AXES, dim=1),
         position_BQ=position_BQ,
         segment_BQ=gather(segment_BS, TP, dim=1),
         position_BT=gather(position_BS, POSITION_AXES, dim=1),

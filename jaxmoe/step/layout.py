@@ -15,7 +15,7 @@ from jaxmoe.model.decoder import Decoder
 from jaxmoe.model.params import RouterBias
 from jaxmoe.model.plan import LayerPlan, layer_plan
 from jaxmoe.spmd.axes import AXES, PP
-from jaxmoe.spmd.collectives import gather, scatter_sum, sum_partial, to_varying
+from jaxmoe.spmd.collectives import gather, scatter_sum, sum_partial, to_varying, zeros_of
 
 Tree = Any
 
@@ -34,6 +34,8 @@ class Placement:
     decay: bool
     by_layer: bool
     """Gathered inside the scan over layers, not once per step."""
+    trained: bool
+    """False: it stays as it is, its gradient is zero."""
 
     @property
     def state_spec(self) -> P:
@@ -56,7 +58,11 @@ class Placement:
         if self.gather_axes and not self.by_layer:
             gradient = scatter_sum(gradient, self.gather_axes, dim=gradient.ndim + self.gather_dim)
         rest = [axis for axis in AXES if axis not in _spec_axes(self.spec) and axis not in self.gather_axes]
-        return sum_partial(gradient, rest)
+        return self.if_trained(sum_partial(gradient, rest))
+
+    def if_trained(self, change: jax.Array) -> jax.Array:
+        """A gradient or an update of the state, or zeros."""
+        return change if self.trained else zeros_of(change)
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,14 @@ def trunk_order(config: Config, stages: int) -> tuple[int, ...]:
     return tuple(repeat if repeat < repeats else -1 for repeat in order)
 
 
-def _placement(variable: nnx.Variable, sizes: dict[str, int], zero: int, in_trunk: bool, in_layer: bool) -> Placement:
+def only_indexers(config: Config) -> bool:
+    """Whether all parameters but those of the indexers, and the router biases, stay as they are."""
+    dsa = config.model.attention.dsa
+    return dsa is not None and dsa.stage == "warmup"
+
+
+def _placement(variable: nnx.Variable, sizes: dict[str, int], config: Config, path: tuple[Any, ...]) -> Placement:
+    zero, in_trunk, in_layer = config.parallel.zero, path[0] == "trunk", path[0] in ("trunk", "lead", "mtp")
     spec, shape = variable.get_metadata("spec"), variable.get_raw_value().shape
     spec = P(*spec, *(None,) * (len(shape) - len(spec)))
     axes = tuple(a for a in AXES if a not in _spec_axes(spec) and a != "tp" and sizes[a] > 1)
@@ -155,6 +168,7 @@ def _placement(variable: nnx.Variable, sizes: dict[str, int], zero: int, in_trun
         gather_dim=max(fits, key=lambda d: local[d]) - len(shape) if split else -1,
         decay=variable.get_metadata("decay"),
         by_layer=zero == 3 and in_layer,
+        trained="indexer" in path or not only_indexers(config),
     )
 
 
@@ -166,10 +180,7 @@ def make_layout(config: Config, sizes: tuple[tuple[str, int], ...]) -> Layout:
     model = nnx.eval_shape(lambda: Decoder(config, by_axis, jax.random.key(0), order))
     for path, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Param):
-            in_trunk = path[0] == "trunk"
-            node.set_metadata(
-                placement=_placement(node, by_axis, config.parallel.zero, in_trunk, path[0] in ("trunk", "lead", "mtp"))
-            )
+            node.set_metadata(placement=_placement(node, by_axis, config, path))
     graphdef, params, bias = nnx.split(model, nnx.Param, RouterBias)
     placements = {path: v.get_metadata("placement") for path, v in nnx.to_flat_state(params)}
     return Layout(

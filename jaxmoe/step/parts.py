@@ -10,6 +10,7 @@ from jaxmoe.losses.balance import row_balance, set_balance
 from jaxmoe.losses.objective import (
     AUX,
     GLOBAL_AUX,
+    INDEXER,
     MTP,
     SEQ_AUX,
     TOKEN_MEAN,
@@ -108,7 +109,7 @@ def valid_by_slot(layout: Layout, counts: tuple[StepCounts, ...]) -> jax.Array:
 def to_slots(layout: Layout, stats: list[LayerStats], layer_ids: jax.Array) -> LayerStats:
     """Statistics per position of the period, [R, ...], as one with a slot per layer of the model, [L, ...]."""
     slots = len(layout.plan.kinds)
-    merged = LayerStats(router=None)
+    merged = LayerStats(None, None)
     for position, stat in enumerate(stats):
         # Padding repeats write out of bounds, which drops them.
         index = jnp.where(layer_ids < 0, slots, layer_ids + position)
@@ -132,7 +133,7 @@ def _merge(one: LayerStats, other: LayerStats) -> LayerStats:
     def both(a: Any, b: Any) -> Any:
         return b if a is None else a if b is None else jax.tree.map(jnp.add, a, b)
 
-    return LayerStats(router=both(one.router, other.router))
+    return LayerStats(both(one.router, other.router), both(one.indexer_loss_sum, other.indexer_loss_sum))
 
 
 def add_layer_stats(
@@ -141,6 +142,8 @@ def add_layer_stats(
     """Add one micro-batch's terms of layers, by slot, weighted. `weights` holds the scalars of this micro-batch."""
     if stats.router is not None:
         parts = _add_router_stats(parts, layout, stats.router, valid_BS, weights)
+    if stats.indexer_loss_sum is not None:
+        parts = parts.add(terms={INDEXER: weights[INDEXER] * stats.indexer_loss_sum})
     return parts
 
 

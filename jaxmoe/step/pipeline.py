@@ -117,4 +117,5 @@ def add_losses(forward: Forward, parts: Parts, hidden: jax.Array, arrays: Arrays
         x_BSD, arrays, weights = own
         return forward.add_losses(parts, x_BSD, arrays, weights), None
 
-    return jax.lax.scan(jax.checkpoint(add), parts, (hidden, arrays, _of_own_microbatches(weights)))[0]
+    mine = _of_own_microbatches(weights)
+    return jax.lax.scan(jax.checkpoint(add), parts, (hidden, arrays, mine))[0]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxmoe.spmd.axes import PP
 from jaxmoe.spmd.collectives import own_piece
-from jaxmoe.step.layout import Layout
+from jaxmoe.step.layout import Layout, only_indexers
 
 
 def _load_sign(count_LE: jax.Array) -> jax.Array:
@@ -25,7 +25,7 @@ def updated_bias(layout: Layout, bias: Any, count_LE: jax.Array) -> Any:
     leaf [R, E] per position of the period that has a router, R repeats on this pp rank, and one [E] per MTP depth.
     """
     moe = layout.config.model.moe
-    if moe is None or not moe.router.selection_bias:
+    if moe is None or not moe.router.selection_bias or only_indexers(layout.config):
         return bias
     step_LE = moe.router.bias_update_rate * _load_sign(count_LE)
     layer_ids = own_piece(jnp.asarray(layout.layer_ids, jnp.int32), PP, dim=0)

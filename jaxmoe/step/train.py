@@ -85,6 +85,8 @@ def _train(state: TrainState, arrays: Arrays) -> tuple[TrainState, StepMetrics, 
     scale = clip_scale(norm, layout.config.optimizer.clip_norm)
     gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), raw_gradients)
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+    # Weight decay moves a parameter without a gradient too.
+    updates = layout.map_placements(lambda placement, update: placement.if_trained(update), updates)
     params = optax.apply_updates(state.params, updates)
     expert_counts = sum_partial(parts.count_LE, AXES)
     bias = updated_bias(layout, state.router_bias, expert_counts)

@@ -80,7 +80,7 @@ MUTATIONS = [
     ),
     Mutation(
         "cross-entropy added as a copy",
-        "step.forward:Forward.add_cross_entropy",
+        "step.forward:Forward._cross_entropy",
         "keep_one_copy(total, TP)",
         "total",
         "tp=2",
@@ -88,7 +88,7 @@ MUTATIONS = [
     ),
     Mutation(
         "cross-entropy counted once per tp rank",
-        "step.forward:Forward.add_cross_entropy",
+        "step.forward:Forward._cross_entropy",
         "keep_one_copy(total, TP)",
         "to_varying(total, TP)",
         "tp=2",

@@ -67,14 +67,15 @@ def objective_of(arrays, cfg, mode: str):
     batch = batch_of(arrays)
     fields = [{"targets": batch.targets, "loss_mask": batch.loss_mask, "segment_ids": batch.segment_ids}]
     for depth in range(1, cfg["D"] + 1):
-        fields.append({name.rpartition("_")[0]: value for name, value in shifted(batch, depth).items()})
+        made = jax.jit(shifted, static_argnums=1)(batch, depth)
+        fields.append({name.rpartition("_")[0]: value for name, value in made.items()})
 
     def weights(field):
         def body(mask, valid):
             return term_weights(count_step(mask, valid, objective, jnp.dtype("float64")), objective)
 
         split = [v.reshape(microbatches, -1, cfg["S"]) for v in (field["loss_mask"], field["segment_ids"] != 0)]
-        return manual(body, build_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1]), P(), P())(*split)
+        return jax.jit(manual(body, build_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1]), P(), P()))(*split)
 
     by_depth = [weights(field) for field in fields]
 
@@ -91,7 +92,7 @@ def objective_of(arrays, cfg, mode: str):
         values = terms(logits)
         return values[0] + cfg["coeff"] / cfg["D"] * values[1:].sum()
 
-    return total, terms, by_depth
+    return jax.jit(total), jax.jit(terms), by_depth
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -105,6 +106,6 @@ def test_objective_and_gradient(depths, mode):
     np.testing.assert_allclose(values[1:], arrays[f"out/{mode}/A_mtp"], rtol=1e-12)
     np.testing.assert_allclose(total(logits), arrays[f"out/{mode}/J"], rtol=1e-12)
     same = f"grad/{mode if mode != 'false_balance_true_M1' else 'true'}/J"
-    np.testing.assert_allclose(jax.grad(total)(logits), arrays[same], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(jax.jit(jax.grad(total))(logits), arrays[same], rtol=0, atol=1e-12)
     for depth in range(1, depths + 1):
         np.testing.assert_allclose(1 / by_depth[depth][TARGET_MEAN][0], arrays[f"out/V_d{depth}"], rtol=1e-12)
