@@ -151,9 +151,11 @@ def _router_learns(config: Config) -> Iterator[Problem]:
 
 def _selection_bias(config: Config) -> Iterator[Problem]:
     moe = config.model.moe
-    if moe and moe.router.selection_bias and moe.router.score_function == "softmax":
-        rule = f"needs scores of each expert on its own, and {_ROUTER}.score_function=softmax"
-        fix = "use score_function: sigmoid (or sqrtsoftplus), or selection_bias: false"
+    if moe is None or not moe.router.selection_bias:
+        return
+    if moe.router.score_function == "softmax" and not moe.router.softmax_before_topk:
+        rule = f"needs scores before the choice, and {_ROUTER}.softmax_before_topk=false takes them of the chosen alone"
+        fix = "use score_function: sigmoid, or softmax_before_topk: true, or selection_bias: false"
         yield Problem(f"{_ROUTER}.selection_bias", True, rule, fix)
 
 

@@ -72,6 +72,8 @@ class Rope(Section):
     theta: Positive = 10_000.0
     fraction: Fraction = 1.0
     """Share of the head width that is rotated, from the front."""
+    interleaved: bool = False
+    """Rotate channels 2i and 2i + 1 as a pair, not i and i + half. Latent attention has a switch of its own."""
     scaling: RopeScaling | None = None
 
 

@@ -155,6 +155,14 @@ NAMES: dict[str, Names] = {
             Row("moe.experts.down_bias_ED", "mlp.experts.down_proj_bias", "E D"),
         ),
     ),
+    "ernie4_5_moe": Names(
+        TOP,
+        (
+            *_MIXTURE.layer,
+            Row("moe.router.bias_E", "mlp.moe_statics.e_score_correction_bias", "1 E"),
+            *gated("moe.shared", "mlp.shared_experts"),
+        ),
+    ),
     "glm4_moe": _DEEPSEEK_MIXTURE,
     "dots1": _DEEPSEEK_MIXTURE,
 }

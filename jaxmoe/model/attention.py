@@ -86,7 +86,8 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.config.clip_qkv is not None:
             q, k, v = (jnp.clip(x, -self.config.clip_qkv, self.config.clip_qkv) for x in (q, k, v))
-        return rotate(q, tokens.cos_BQR, tokens.sin_BQR), rotate(k, tokens.cos_BQR, tokens.sin_BQR), v
+        q, k = (rotate(x, tokens.cos_BQR, tokens.sin_BQR, interleaved=self.config.rope.interleaved) for x in (q, k))
+        return q, k, v
 
     def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens) -> jax.Array:
         if self.ulysses:

@@ -13,6 +13,7 @@ from jaxmoe.config.hf.pieces import (
     HEADS,
     SPARSE_STEP,
     dense_width,
+    layer_tree,
     rope,
     sizes,
     windows,
@@ -302,6 +303,54 @@ GPT_OSS = Family(
     ),
 )
 
+
+def _ernie_experts_decode(fields: Fields) -> Tree:
+    layers = fields.number("num_hidden_layers")
+    first, last = fields.number("moe_layer_start_index", 1), fields.number("moe_layer_end_index", -1)
+    last = layers - 1 if last == -1 else last
+    interval = fields.number("moe_layer_interval", 1)
+    moe = {
+        "num_experts": fields.get("moe_num_experts"),
+        "experts_per_token": fields.get("moe_k"),
+        "expert_hidden_dim": fields.get("moe_intermediate_size"),
+        "num_shared_experts": fields.get("moe_num_shared_experts", None) or 0,
+        "router": {"score_function": "softmax", "selection_bias": True, "renormalize": True},
+    }
+    return {"moe": moe | layer_tree([first <= i <= last and (i + 1) % interval == 0 for i in range(layers)])}
+
+
+def _ernie_experts_encode(model: Model) -> Tree:
+    moe = model.moe
+    if moe is None:
+        return {}
+    return {
+        "moe_num_experts": moe.num_experts,
+        "moe_k": moe.experts_per_token,
+        "moe_intermediate_size": moe.expert_hidden_dim,
+        "moe_num_shared_experts": moe.num_shared_experts,
+        "moe_layer_start_index": moe.num_dense_layers,
+    }
+
+
+ERNIE4_5_MOE = Family(
+    "ernie4_5_moe",
+    "Ernie4_5_MoeForCausalLM",
+    (
+        *sizes(tie_default=True),
+        HEADS,
+        rope(500_000.0),
+        # Pairs of neighbouring channels are rotated; its biases would be in the MLPs too.
+        _fixed(rope={"interleaved": True}),
+        only("use_bias", False),
+        DENSE_MLP,
+        Piece(_ernie_experts_decode, _ernie_experts_encode),
+        only("moe_norm_min", 1e-12),
+        only("moe_use_aux_free", True),
+        only("num_nextn_predict_layers", 0),
+        unused("moe_capacity"),
+    ),
+)
+
 #: In the order in which a family is looked for that can hold a model.
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
@@ -314,5 +363,6 @@ FAMILIES: tuple[Family, ...] = (
     GLM4_MOE,
     DOTS1,
     GPT_OSS,
+    ERNIE4_5_MOE,
 )
 BY_TYPE = {family.model_type: family for family in FAMILIES}
