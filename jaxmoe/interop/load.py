@@ -1,6 +1,6 @@
 """Weights from a folder, straight into the pieces that this process's devices hold."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,10 +15,11 @@ Tree = Any
 _MOST_LISTED = 20
 #: Buffers that old checkpoints hold and that follow from the config.
 _DERIVED = (".rotary_emb.inv_freq",)
+_BLOCK_ROWS = 4096
 
 
 def load_parameters(
-    files: WeightFiles, names: Names, like: Tree, stacking: Stacking
+    files: WeightFiles, names: Names, like: Tree, stacking: Stacking, *, skip: Sequence[str] = ()
 ) -> dict[tuple[Any, ...], jax.Array]:
     """The parameters of a checkpoint by path.
 
@@ -27,20 +28,21 @@ def load_parameters(
     Args:
         like: nested dict of `jax.ShapeDtypeStruct` with shardings.
         stacking: how layers lie in it; padding places are filled with zeros.
+        skip: starts of names of tensors that are left out knowingly.
 
     Raises: UserError listing every tensor that is missing, extra, misshapen or of a dtype that is not read.
     """
     leaves = flat_parameters(like)
     tensors = list_tensors({path: leaf.shape for path, leaf in leaves.items()}, names, stacking)
-    check_tensors(files, tensors)
+    check_tensors(files, tensors, skip)
     loaded = {}
-    for path, own in by_parameter(tensors).items():
+    for path, own in by_parameter(tensor for tensor in tensors if not tensor.is_copy).items():
         loaded[path] = _load_one(files, own, leaves[path])
         files.release()
     return loaded
 
 
-def check_tensors(files: WeightFiles, tensors: Sequence[Tensor]) -> None:
+def check_tensors(files: WeightFiles, tensors: Sequence[Tensor], skip: Sequence[str] = ()) -> None:
     """Compares what a folder holds with what the model needs.
 
     Raises: UserError with all differences.
@@ -50,32 +52,42 @@ def check_tensors(files: WeightFiles, tensors: Sequence[Tensor]) -> None:
     lines = []
     for name, tensor in wanted.items():
         if name not in found:
-            lines.append(f"{name} is missing")
+            if not tensor.is_copy:
+                lines.append(f"{name} is missing")
         elif found[name].shape != tensor.shape:
             lines.append(f"{name} has shape {list(found[name].shape)}, must be {list(tensor.shape)}")
         elif found[name].dtype not in DTYPES:
             lines.append(f"{name} is {found[name].dtype}; only {', '.join(DTYPES)} are read")
-    lines += [
-        f"{name} is extra: the model has no place for it"
-        for name in found
-        if name not in wanted and not name.endswith(_DERIVED) and not _repeats_embedding(files, name, wanted)
-    ]
+    by_leaf = {tensor.row.leaf: name for name, tensor in wanted.items() if not tensor.is_copy}
+    for name in found:
+        if name in wanted or name.endswith(_DERIVED) or name.startswith(tuple(skip)):
+            continue
+        # The head of a tied model that was saved as well.
+        table = by_leaf.get("embedding.table_VD", "")
+        if name != "lm_head.weight" or not _equal(files, name, table):
+            lines.append(f"{name} is extra: the model has no place for it")
+    for name, tensor in wanted.items():
+        original = by_leaf[tensor.row.leaf]
+        if tensor.is_copy and name in found and original in found and not _equal(files, name, original):
+            lines.append(f"{name} must equal {original}, of which the model has one only")
     if lines:
         more = [f"... and {len(lines) - _MOST_LISTED} more"] if len(lines) > _MOST_LISTED else []
         head = f"{files.folder}: {len(lines)} tensors do not fit config.json (with overrides):"
         raise UserError("\n  ".join([head, *lines[:_MOST_LISTED], *more]))
 
 
-def _repeats_embedding(files: WeightFiles, name: str, wanted: Mapping[str, Tensor]) -> bool:
-    """Whether this is the head of a tied model that was saved as well, with the embedding's numbers."""
-    table = next((t.name for t in wanted.values() if t.row.leaf == "embedding.table_VD"), None)
-    if name != "lm_head.weight" or table not in files.tensors:
+def _equal(files: WeightFiles, name: str, other: str) -> bool:
+    """Whether two tensors hold the same numbers, compared block by block."""
+    if other not in files.tensors:
         return False
-    head, embedding = files.tensors[name], files.tensors[table]
-    if head.shape != embedding.shape or head.dtype != embedding.dtype:
+    one, two = files.tensors[name], files.tensors[other]
+    if one.shape != two.shape or one.dtype != two.dtype:
         return False
-    whole = tuple(slice(0, size) for size in head.shape)
-    return bool(np.array_equal(files.read(name, whole), files.read(table, whole)))
+    for start in range(0, one.shape[0], _BLOCK_ROWS):
+        block = (slice(start, min(start + _BLOCK_ROWS, one.shape[0])), *(slice(0, size) for size in one.shape[1:]))
+        if files.read(name, block).tobytes() != files.read(other, block).tobytes():
+            return False
+    return True
 
 
 def _load_one(files: WeightFiles, tensors: Sequence[Tensor], like: jax.ShapeDtypeStruct) -> jax.Array:

@@ -53,6 +53,10 @@ class Names:
 
     top: tuple[Row, ...]
     layer: tuple[Row, ...]
+    mtp: tuple[Row, ...] = ()
+    """Of a multi-token-prediction module beside its layer; modules are numbered on from the last layer."""
+    copies: tuple[Row, ...] = ()
+    """Tensors of such a module that repeat a parameter of the top: may be missing, must be equal, are written."""
     prefix: str = "model.layers.{layer}."
 
 
@@ -101,14 +105,64 @@ def experts(prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str
     )
 
 
+MTP = (
+    Row("token_norm.scale_D", "enorm.weight", "D"),
+    Row("hidden_norm.scale_D", "hnorm.weight", "D"),
+    Row("join_2DF", "eh_proj.weight", "F 2D"),
+    Row("final_norm.scale_D", "shared_head.norm.weight", "D"),
+)
+MTP_COPIES = (
+    Row("embedding.table_VD", "embed_tokens.weight", "V D"),
+    Row("head.weight_DV", "shared_head.head.weight", "V D"),
+)
+
 GATE = Row("moe.router.gate_DE", "mlp.gate.weight", "E D")
 SELECTION_BIAS = Row("moe.router.bias_E", "mlp.gate.e_score_correction_bias", "E")
 
 _DENSE = Names(TOP, (*NORMS, *ATTENTION, *gated("mlp", "mlp")))
 _MIXTURE = Names(TOP, (*_DENSE.layer, GATE, *experts("mlp.experts")))
-_DEEPSEEK_MIXTURE = Names(TOP, (*_MIXTURE.layer, SELECTION_BIAS, *gated("moe.shared", "mlp.shared_experts")))
+_DEEPSEEK_MIXTURE = Names(
+    TOP, (*_MIXTURE.layer, SELECTION_BIAS, *gated("moe.shared", "mlp.shared_experts")), MTP, MTP_COPIES
+)
+
+LATENT_ATTENTION = (
+    Row("attention.q_DNH", "self_attn.q_proj.weight", "NH D"),
+    Row("attention.q_down_DC", "self_attn.q_a_proj.weight", "C D"),
+    Row("attention.q_norm.scale_D", "self_attn.q_a_layernorm.weight", "D"),
+    Row("attention.q_up_CNH", "self_attn.q_b_proj.weight", "NH C"),
+    Row("attention.kv_down_DC", "self_attn.kv_a_proj_with_mqa.weight", "C D"),
+    Row("attention.kv_norm.scale_D", "self_attn.kv_a_layernorm.weight", "D"),
+    Row("attention.kv_up_CNH", "self_attn.kv_b_proj.weight", "NH C"),
+    Row("attention.o_NHD", "self_attn.o_proj.weight", "D NH"),
+)
+
+INDEXER = (
+    Row("attention.indexer.q_CJI", "self_attn.indexer.wq_b.weight", "JI C"),
+    Row("attention.indexer.k_DI", "self_attn.indexer.wk.weight", "I D"),
+    Row("attention.indexer.k_norm.scale_D", "self_attn.indexer.k_norm.weight", "D"),
+    Row("attention.indexer.k_norm.bias_D", "self_attn.indexer.k_norm.bias", "D"),
+    Row("attention.indexer.weight_DJ", "self_attn.indexer.weights_proj.weight", "J D"),
+)
+
+_DEEPSEEK = Names(
+    TOP,
+    (
+        *NORMS,
+        *LATENT_ATTENTION,
+        *gated("mlp", "mlp"),
+        GATE,
+        SELECTION_BIAS,
+        *experts("mlp.experts"),
+        *gated("moe.shared", "mlp.shared_experts"),
+    ),
+    MTP,
+    MTP_COPIES,
+)
 
 NAMES: dict[str, Names] = {
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v32": Names(TOP, (*_DEEPSEEK.layer, *INDEXER), MTP, MTP_COPIES),
     "llama": _DENSE,
     "qwen3": _DENSE,
     "qwen3_moe": _MIXTURE,

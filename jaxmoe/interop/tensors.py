@@ -25,6 +25,11 @@ class Stacking:
     order: tuple[int, ...]
     """The repeat at each place of the stacked dim; -1 is padding."""
 
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers; multi-token-prediction modules are numbered on."""
+        return self.num_lead + self.period * (max(self.order) + 1)
+
     def layers(self, path: tuple[Any, ...]) -> list[tuple[int | None, int | None]]:
         """(place in the stacked dim, layer of the model) of everything a parameter holds; None where it has none."""
         if path[0] == "lead":
@@ -32,6 +37,8 @@ class Stacking:
         if path[0] == "trunk":
             first = self.num_lead + int(path[1])
             return [(place, first + r * self.period) for place, r in enumerate(self.order) if r >= 0]
+        if path[0] == "mtp":
+            return [(None, self.num_layers + int(path[1]))]
         return [(None, None)]
 
 
@@ -50,6 +57,8 @@ class Tensor:
     """The index that it holds of some dims of the parameter."""
     sizes: Mapping[str, int] = field(hash=False)
     """Size of each dim of the parameter, the stacked one left out."""
+    is_copy: bool = False
+    """Another tensor holds the same parameter."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -128,13 +137,21 @@ def list_tensors(shapes: Mapping[tuple[Any, ...], tuple[int, ...]], names: Names
             f"leave out the overrides of `model` that add them"
         )
     found = [tensor for path, shape in shapes.items() for tensor in _tensors(path, shape, names, stacking)]
-    rank = {row: number for number, row in enumerate((*names.top, *names.layer))}
+    depths = sorted({path[1] for path in shapes if path[0] == "mtp"})
+    for depth, row in product(depths, names.copies):
+        path = tuple(row.leaf.split("."))
+        if path in shapes:
+            layer = stacking.num_layers + depth
+            sizes = dict(zip(row.letters, shapes[path], strict=True))
+            name = names.prefix.format(layer=layer) + row.name
+            found.append(Tensor(name, row, path, None, layer, {}, sizes, is_copy=True))
+    rank = {row: number for number, row in enumerate((*names.top, *names.copies, *names.mtp, *names.layer))}
 
     def key(tensor: Tensor) -> tuple:
         # Embedding first, final norm and head last, as checkpoints have them.
-        top = tensor.layer is None
-        part = (0 if tensor.path[0] == "embedding" else 2) if top else 1
-        return part, -1 if top else tensor.layer, *_order_in_layer(tensor, rank)
+        if tensor.layer is None:
+            return 0 if tensor.path[0] == "embedding" else 2, -1, *_order_in_layer(tensor, rank)
+        return 1, tensor.layer, *_order_in_layer(tensor, rank)
 
     return sorted(found, key=key)
 
@@ -146,7 +163,12 @@ def _order_in_layer(tensor: Tensor, rank: Mapping[Row, int]) -> tuple[int, int, 
 
 
 def _rows(path: tuple[Any, ...], names: Names) -> list[Row]:
-    rows, leaf = (names.layer, path[2:]) if path[0] in ("lead", "trunk") else (names.top, path)
+    rows, leaf = names.top, path
+    if path[0] in ("lead", "trunk"):
+        rows, leaf = names.layer, path[2:]
+    elif path[0] == "mtp":
+        in_layer = path[2] == "layer"
+        rows, leaf = (names.layer, path[3:]) if in_layer else (names.mtp, path[2:])
     dotted = ".".join(map(str, leaf))
     return [row for row in rows if row.leaf == dotted]
 

@@ -19,7 +19,7 @@ from jaxmoe.config.schema import Config
 from jaxmoe.config.trees import merge_trees
 from jaxmoe.interop.folder import WeightFiles
 from jaxmoe.interop.load import load_parameters
-from jaxmoe.interop.names import NAMES
+from jaxmoe.interop.names import NAMES, Names
 from jaxmoe.interop.save import FILE_DTYPES, MAX_SHARD_BYTES, tensor_values, write_folder
 from jaxmoe.interop.tensors import Stacking, Tensor, flat_parameters, list_tensors, nested_parameters
 from jaxmoe.model.plan import layer_plan
@@ -60,19 +60,30 @@ def load_hf_state(config: Config, mesh: Mesh) -> TrainState:
     sizes = {axis: size for axis, size in config.parallel.model_dump().items() if axis in AXES and size != -1}
     if sizes != {axis: mesh.shape[axis] for axis in sizes}:
         raise ValueError(f"config.parallel has {sizes}, the mesh {dict(mesh.shape)}; use make_mesh(config)")
-    names = NAMES[family_of(read_hf_config(folder), folder).model_type]
+    values = read_hf_config(folder)
+    names = NAMES[family_of(values, folder).model_type]
     specs = state_specs(config, mesh)
     layout = specs.layout
     params_like = _with_shardings(layout.shapes, shardings(mesh, specs.params))
     bias_like = _with_shardings(layout.bias_shapes, shardings(mesh, specs.router_bias))
     with WeightFiles(folder) as files:
-        loaded = load_parameters(files, names, merge_trees(params_like, bias_like), _stacking(config, mesh.shape[PP]))
+        wanted = merge_trees(params_like, bias_like)
+        skip = _left_out(config, values, names)
+        loaded = load_parameters(files, names, wanted, _stacking(config, mesh.shape[PP]), skip=skip)
     params, bias = _part(loaded, params_like), _part(loaded, bias_like)
     init = jax.jit(
         optimizer_of(layout).init, out_shardings=shardings(mesh, specs.opt_state), compiler_options=QUICK_COMPILE
     )
     step = jax.device_put(jnp.int32(0), NamedSharding(mesh, P()))
     return TrainState(params, bias, init(params), step, step.copy(), config, mesh)
+
+
+def _left_out(config: Config, values: Tree, names: Names) -> list[str]:
+    """Names of the checkpoint's multi-token-prediction modules when the config has none (`model.mtp: null`)."""
+    if config.model.mtp is not None:
+        return []
+    first = config.model.num_layers
+    return [names.prefix.format(layer=first + depth) for depth in range(values.get("num_nextn_predict_layers") or 0)]
 
 
 def _with_shardings(shapes: Tree, own: Tree) -> Tree:
@@ -116,7 +127,7 @@ def to_hf_tree(tree: Tree, config: Config) -> dict[str, np.ndarray]:
         leaf = leaves[tensor.path]
         return leaf if tensor.place is None else leaf[tensor.place]
 
-    return dict(tensor_values(_tensors(tree, config), fetch))
+    return dict(tensor_values([tensor for tensor in _tensors(tree, config) if not tensor.is_copy], fetch))
 
 
 def save_hf(
@@ -141,12 +152,16 @@ def save_hf(
     source = config.model.from_hf
     values = read_hf_config(source) if source else None
     leaves = flat_parameters(state.params) | flat_parameters(state.router_bias)
-    tensors = _tensors(_merged(state), config)
+    stored = WeightFiles(source).tensors if source else None
+    tensors = [
+        tensor
+        for tensor in _tensors(_merged(state), config)
+        if not tensor.is_copy or stored is None or tensor.name in stored
+    ]
     chosen = _chosen_dtype(config, values, dtype)
     dtypes = dict.fromkeys((tensor.name for tensor in tensors), FILE_DTYPES[chosen])
     dtypes |= {tensor.name: "F32" for tensor in tensors if _is_bias(tensor) and dtypes[tensor.name] in ("BF16", "F16")}
-    if source and dtype is None:
-        stored = WeightFiles(source).tensors
+    if stored is not None and dtype is None:
         dtypes |= {name: stored[name].dtype for name in dtypes if name in stored}
     write_folder(
         path,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmoe.config.hf.fields import Fields, Piece, Tree, only, real, same, unused
+from jaxmoe.config.hf.latent import INDEXER, LATENT_COMMON, SOFTMAX_GROUPS
 from jaxmoe.config.hf.pieces import (
     FIRST_DENSE,
     HEADS,
@@ -138,6 +139,17 @@ def _grouped_router_encode(model: Model) -> Tree:
 GROUPED_ROUTER = Piece(_grouped_router_decode, _grouped_router_encode)
 """Sigmoid scores, groups and a selection bias, as DeepSeek-V3 has them."""
 
+
+def _mtp_decode(fields: Fields) -> Tree:
+    depths = fields.get("num_nextn_predict_layers", None) or 0
+    return {"mtp": {"num_depths": depths}} if depths else {}
+
+
+MTP = Piece(
+    _mtp_decode, lambda model: {"num_nextn_predict_layers": model.mtp.num_depths if model.mtp is not None else 0}
+)
+"""Modules that predict further tokens; overriding `model.mtp: null` leaves them out."""
+
 LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
@@ -250,7 +262,7 @@ GLM4_MOE = Family(
         GROUPED_ROUTER,
         FIRST_DENSE,
         SHARED_EXPERTS,
-        only("num_nextn_predict_layers", 0),
+        MTP,
     ),
 )
 
@@ -351,6 +363,40 @@ ERNIE4_5_MOE = Family(
     ),
 )
 
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    (
+        *sizes(),
+        *LATENT_COMMON,
+        rope(),
+        DENSE_MLP,
+        _experts(("n_routed_experts",), "moe_intermediate_size"),
+        *SOFTMAX_GROUPS,
+        FIRST_DENSE,
+        SHARED_EXPERTS,
+        only("scoring_func", "softmax"),
+    ),
+)
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    (
+        *sizes(),
+        *LATENT_COMMON,
+        rope(),
+        DENSE_MLP,
+        _experts(("n_routed_experts",), "moe_intermediate_size"),
+        GROUPED_ROUTER,
+        FIRST_DENSE,
+        SHARED_EXPERTS,
+        MTP,
+    ),
+)
+
+DEEPSEEK_V32 = Family("deepseek_v32", "DeepseekV32ForCausalLM", (*DEEPSEEK_V3.pieces, INDEXER))
+
 #: In the order in which a family is looked for that can hold a model.
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
@@ -364,5 +410,8 @@ FAMILIES: tuple[Family, ...] = (
     DOTS1,
     GPT_OSS,
     ERNIE4_5_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
 )
 BY_TYPE = {family.model_type: family for family in FAMILIES}
