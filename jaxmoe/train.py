@@ -7,8 +7,10 @@ An existing run folder is resumed. Exit codes: 0 finished, or stopped by a signa
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from jaxmoe.config import Config, fail_on_user_error, load_config
+from jaxmoe.runtime.processes import Processes, add_arguments, find_place, joined
 from jaxmoe.runtime.progress import Display
 from jaxmoe.runtime.run_folder import RunFolder
 from jaxmoe.runtime.signals import ABORTED, StopSignals
@@ -22,6 +24,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="resume although the batches are not those of before (other texts, batch size, row length, seed)",
     )
+    add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the file: run.steps=20")
     return parser.parse_intermixed_args(words)
 
@@ -31,12 +34,19 @@ def main(words: Sequence[str] | None = None) -> int:
     """Runs the command; the exit code."""
     arguments = _arguments(words)
     config = load_config(arguments.config, arguments.overrides, require_files=True)
+    place = find_place(arguments)
     folder = RunFolder(config.run.dir)
     folder.check(config)
     if _is_finished(config, folder):
         return 0
-    with folder.locked(), Display() as display, StopSignals() as stop:
-        return _train(config, folder, display, stop, accept_other_data=arguments.accept_other_data)
+    with (
+        joined(place) as processes,
+        folder.locked() if processes.is_first else nullcontext(),
+        Display() as display,
+        StopSignals() as stop,
+    ):
+        display.primary = processes.is_first
+        return _train(config, folder, display, stop, processes, accept_other_data=arguments.accept_other_data)
 
 
 def _is_finished(config: Config, folder: RunFolder) -> bool:
@@ -57,11 +67,20 @@ def _is_finished(config: Config, folder: RunFolder) -> bool:
     return True
 
 
-def _train(config: Config, folder: RunFolder, display: Display, stop: StopSignals, *, accept_other_data: bool) -> int:
+def _train(
+    config: Config,
+    folder: RunFolder,
+    display: Display,
+    stop: StopSignals,
+    processes: Processes,
+    *,
+    accept_other_data: bool,
+) -> int:
     # JAX takes seconds to start, so broken texts are found before it is imported.
     from jaxmoe.data import open_data
 
     data = open_data(config)
+    processes.start_jax()
     from jaxmoe.runtime.loop import TrainingFailedError
     from jaxmoe.runtime.training import train
 

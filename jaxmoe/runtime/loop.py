@@ -10,6 +10,7 @@ from jaxmoe.checkpoint.about import about
 from jaxmoe.checkpoint.store import Checkpoints
 from jaxmoe.config import Config
 from jaxmoe.data import Prefetcher, TrainingData
+from jaxmoe.runtime.agreement import AgreedStop
 from jaxmoe.runtime.clock import StepClock
 from jaxmoe.runtime.evaluation import Validation, validate
 from jaxmoe.runtime.progress import Display
@@ -61,8 +62,10 @@ class Loop:
         first, steps = int(state.step), self.config.run.steps
         self._saved_step = first or None
 
+        train, shape = self.data.train, (self.config.batch.global_batch_size, self.config.batch.seq_len)
+
         def load(step: int) -> Batch:
-            return Batch.from_numpy(self.data.train.batch(step), state.mesh)
+            return Batch.from_rows(lambda start, stop: train.rows(step, start, stop), shape, state.mesh)
 
         self.places.display.start_steps(first, steps)
         with Prefetcher(load, range(first, steps), self.config.data.prefetch) as batches:
@@ -74,8 +77,9 @@ class Loop:
     def _steps(self, state: TrainState, first: int, batches: Prefetcher[int, Batch]) -> TrainState:
         waiting: tuple[int, StepMetrics] | None = None
         done = first
+        stop = AgreedStop(self.stop, state.mesh)
         for batch in batches:
-            if self.stop.requested:
+            if stop.ask():
                 break
             start = time.perf_counter()
             state, metrics = self._dispatch(state, batch, first_call=done == first)

@@ -1,6 +1,6 @@
 """The five arrays of one optimiser step, on the mesh."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 import jax
@@ -47,9 +47,10 @@ class Batch:
             ValueError: fields missing, unknown, of unequal or indivisible shape, of a wrong kind, or a loss_mask that
                 is negative, not finite, or positive in padding.
         """
-        problems = _problems(arrays, mesh)
-        if problems:
-            raise ValueError("batch: " + "; ".join(problems))
+        problems = _field_problems(arrays)
+        if not _wrong_structure(arrays):
+            problems += _shape_problems(np.shape(arrays["inputs"]), mesh)
+        _require(problems)
         sharding = NamedSharding(mesh, P(ROW_AXES, POSITION_AXES))
 
         def put(name: str) -> jax.Array:
@@ -58,32 +59,94 @@ class Batch:
 
         return cls(**{name: put(name) for name in DTYPES})
 
+    @classmethod
+    def from_rows(
+        cls, load: Callable[[int, int], Mapping[str, np.ndarray]], shape: tuple[int, int], mesh: Mesh
+    ) -> "Batch":
+        """As `from_numpy`, for processes that each make their own rows only.
 
-def _problems(arrays: Mapping[str, np.ndarray], mesh: Mesh) -> list[str]:
+        Args:
+            load: gives rows [start, stop) of the batch, fields [stop - start, S]; called once for every run of rows
+                that devices of this process own.
+            shape: G, S of the whole batch.
+
+        Raises: ValueError as `from_numpy`.
+        """
+        sharding = NamedSharding(mesh, P(ROW_AXES, POSITION_AXES))
+        _require(_shape_problems(shape, mesh))
+        pieces = {}
+        for start, stop in _own_rows(sharding, shape):
+            arrays = load(start, stop)
+            _require(_field_problems(arrays))
+            assert np.shape(arrays["inputs"]) == (stop - start, shape[1]), (np.shape(arrays["inputs"]), start, stop)
+            pieces[start, stop] = arrays
+
+        def put(name: str) -> jax.Array:
+            def piece(index: tuple[slice, ...]) -> np.ndarray:
+                first, last, _ = index[0].indices(shape[0])
+                start, stop = next(run for run in pieces if run[0] <= first and last <= run[1])
+                host = np.asarray(pieces[start, stop][name]).astype(DTYPES[name])
+                return host[first - start : last - start, index[1]]
+
+            return jax.make_array_from_callback(shape, sharding, piece)
+
+        return cls(**{name: put(name) for name in DTYPES})
+
+
+def _own_rows(sharding: NamedSharding, shape: tuple[int, int]) -> list[tuple[int, int]]:
+    """Runs of rows that devices of this process own, joined where they touch, ascending."""
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    runs: list[tuple[int, int]] = []
+    for start, stop in sorted({index[0].indices(shape[0])[:2] for index in indices if index is not None}):
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], stop)
+        else:
+            runs.append((start, stop))
+    return runs
+
+
+def _require(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("batch: " + "; ".join(problems))
+
+
+def _wrong_structure(arrays: Mapping[str, np.ndarray]) -> list[str]:
     names = [field.name for field in fields(Batch)]
     missing = [name for name in names if name not in arrays]
     unknown = [name for name in arrays if name not in names]
     if missing or unknown:
         return [f"fields must be {names}; missing {missing}, unknown {unknown}"]
-    values = {name: np.asarray(arrays[name]) for name in names}
-    shape = values["inputs"].shape
-    if len(shape) != 2 or any(value.shape != shape for value in values.values()):
-        return [f"all fields must have one shape [G, S]; got { {n: v.shape for n, v in values.items()} }"]
+    shapes = {name: np.shape(arrays[name]) for name in names}
+    if len(shapes["inputs"]) != 2 or len(set(shapes.values())) > 1:
+        return [f"all fields must have one shape [G, S]; got {shapes}"]
+    return []
+
+
+def _field_problems(arrays: Mapping[str, np.ndarray]) -> list[str]:
+    problems = _wrong_structure(arrays)
+    if problems:
+        return problems
+    values = {name: np.asarray(arrays[name]) for name in DTYPES}
     problems = [
         f"{name} has dtype {value.dtype}, must be an integer"
         for name, value in values.items()
         if name != "loss_mask" and not np.issubdtype(value.dtype, np.integer)
     ]
-    rows, columns = (int(np.prod([mesh.shape[a] for a in axes])) for axes in (ROW_AXES, POSITION_AXES))
-    if shape[0] % rows:
-        problems.append(f"{shape[0]} rows must be a multiple of dp * ep = {rows}")
-    if shape[1] % columns:
-        problems.append(f"{shape[1]} positions must be a multiple of sp * tp = {columns}")
     mask = values["loss_mask"].astype(np.float64)
     if not np.isfinite(mask).all() or (mask < 0).any():
         problems.append("loss_mask must be finite and >= 0")
     elif (mask[values["segment_ids"] == 0] > 0).any():
         problems.append("loss_mask must be 0 in padding (segment_ids == 0)")
+    return problems
+
+
+def _shape_problems(shape: tuple[int, ...], mesh: Mesh) -> list[str]:
+    problems = []
+    rows, columns = (int(np.prod([mesh.shape[a] for a in axes])) for axes in (ROW_AXES, POSITION_AXES))
+    if shape[0] % rows:
+        problems.append(f"{shape[0]} rows must be a multiple of dp * ep = {rows}")
+    if shape[1] % columns:
+        problems.append(f"{shape[1]} positions must be a multiple of sp * tp = {columns}")
     return problems
 
 
