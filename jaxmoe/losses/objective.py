@@ -78,10 +78,10 @@ def term_weights(counts: StepCounts, objective: Objective) -> dict[str, jax.Arra
     """The weight of each term's sum over micro-batch m, [M]: J = sum_m sum_t c_t * weight_t[m] * term_t(m).
 
     `cross_entropy`: [M, R], of a sum of loss_mask * CE, for each replica of this rank. `z_loss`: of a sum over valid
-    tokens, and so is `indexer_loss`. `seq_aux_loss`: of a sum over rows. `aux_loss`: of a sum over replicas. `global_aux_loss` is a step
-    quantity: its weight is 1, always, and it is not listed. All are equal over all axes but cross-entropy's with
-    `balance_dp_token: false`. From the counts of an MTP depth come the weights of its layer's terms, and that of `mtp`
-    as `cross_entropy`.
+    tokens, and so is `indexer_loss`. `seq_aux_loss`: of a sum over rows. `aux_loss`: of a sum over replicas.
+    `global_aux_loss` is a step quantity: its weight is 1, always, and it is not listed. All are equal over all axes but
+    cross-entropy's with `balance_dp_token: false`. From the counts of an MTP depth come the weights of its layer's
+    terms, and that of `mtp` as `cross_entropy`.
     """
     replicas = objective.replicas or axis_size(ROW_AXES)
     num_microbatches = counts.target_M.shape[0]

@@ -67,10 +67,8 @@ class Layer(nnx.Module):
             assert model.mlp is not None
             self.mlp = Mlp(model.mlp.hidden_dim, model.mlp.activation, init.split())
 
-    def __call__(
-        self, x_BSD: jax.Array, tokens: Tokens, noise_key: jax.Array | None
-    ) -> tuple[jax.Array, LayerStats]:
-        y_BSD, loss = self._attend(self.attention_norm(x_BSD), tokens)
+    def __call__(self, x_BSD: jax.Array, tokens: Tokens, noise_key: jax.Array | None) -> tuple[jax.Array, LayerStats]:
+        y_BSD, loss = self.attend(self.attention_norm(x_BSD), tokens)
         x_BSD = x_BSD + self._scaled(y_BSD)
         normed = self.mlp_norm(x_BSD)
         if not self.is_moe:
@@ -78,7 +76,8 @@ class Layer(nnx.Module):
         y_BSD, stats = self.moe(normed, tokens, noise_key)
         return x_BSD + self._scaled(y_BSD), LayerStats(stats, loss)
 
-    def _attend(self, x_BSD: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array | None]:
+    def attend(self, x_BSD: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array | None]:
+        """The attention, and this rank's part of its indexer's loss where there is one."""
         if isinstance(self.attention, LatentAttention):
             return self.attention(x_BSD, tokens)
         return self.attention(x_BSD, tokens), None

@@ -19,7 +19,7 @@ from jaxmoe.step.state import TrainState, state_specs
 FOLDER = Path(__file__).parent.parent / "golden" / "hf"
 #: Families whose golden numbers are here, with their cases.
 CASES = {
-    folder.name: tuple(sorted(file.stem for file in folder.glob("*.npz")))
+    folder.name: tuple(sorted(file.stem for file in folder.glob("*.npz") if file.stem != "dsa_derived"))
     for folder in sorted(FOLDER.iterdir())
     if folder.is_dir()
 }
@@ -109,7 +109,7 @@ def _look(state: TrainState, fields: dict[str, jax.Array]) -> dict[str, jax.Arra
     found["hidden"].append(x)
     factor = state.config.model.residual_multiplier
     for layer in _layers(model):
-        attended = layer.attention(layer.attention_norm(x), tokens)
+        attended, _ = layer.attend(layer.attention_norm(x), tokens)
         normed = layer.mlp_norm(x + factor * attended)
         mixed = layer.moe(normed, tokens, None)[0] if layer.is_moe else layer.mlp(normed)
         x = layer(x, tokens, None)[0]

@@ -17,7 +17,7 @@ from tests.golden import oracle_io
 from tests.reference.cases import float64
 
 FOLDER = Path(__file__).parent.parent / "golden" / "oracle"
-MODELS = ("qwen3_moe",)
+MODELS = ("qwen3_moe", "deepseek_v3", "deepseek_v32")
 TERMS = ("seq_aux_loss", "aux_loss", "global_aux_loss", "z_loss")
 REPLICAS = 2
 MODES = {
@@ -46,7 +46,18 @@ def oracle(name):
     return json.loads((FOLDER / name / "meta.json").read_text()), *arrays
 
 
-def load(name, mode, microbatches, sizes):
+def terms_of(name):
+    return (*TERMS, "indexer_loss") if oracle(name)[0].get("indexer_layers") else TERMS
+
+
+def indexer_overrides(meta):
+    if not meta.get("indexer_layers"):
+        return []
+    coefficient = f"model.attention.dsa.indexer_loss_coeff={meta['coef']['indexer_loss']}"
+    return [coefficient, f"model.attention.dsa.indexer_loss={meta['indexer_loss_variant']}"]
+
+
+def load(name, mode, microbatches, sizes, more=()):
     meta, batch, _ = oracle(name)
     coefficients = {f"{term}_coeff": meta["coef"][term] for term in TERMS}
     sizes = {axis: sizes.get(axis, 1) for axis in ("pp", "dp", "ep", "sp", "tp")}
@@ -59,6 +70,8 @@ def load(name, mode, microbatches, sizes):
         *MODES[mode],
         *(f"model.moe.router.{key}={value}" for key, value in coefficients.items()),
         *(f"parallel.{axis}={size}" for axis, size in sizes.items()),
+        *indexer_overrides(meta),
+        *more,
     ]
     config = jaxmoe.load_hf_config(FOLDER / name, overrides)
     mesh = jaxmoe.make_mesh(config, jax.devices()[: int(np.prod(list(sizes.values())))])
@@ -91,7 +104,7 @@ def check(name, mode, microbatches, sizes):
         np.testing.assert_allclose(found, row, rtol=0, atol=1e-9 * max(np.abs(flat).sum(), 1e-3), err_msg=item)
     if mode == "false_balance_false":
         return
-    for term in TERMS:
+    for term in terms_of(name):
         close(out.terms[term], expected[f"{step}term/{term}"], term)
         close(out.per_layer[term], expected[f"{step}per_layer/{term}"], term)
     for item, want in oracle_io.unflatten(meta, expected, expected[f"grad/{tag}"]).items():
@@ -126,3 +139,16 @@ def test_logits_and_counts(name):
     counts = np.asarray(jaxmoe.loss_and_grads(state, batch).expert_counts)
     for layer in meta["moe_layers"]:
         np.testing.assert_array_equal(counts[layer], expected[f"bias/counts_layer{layer}"])
+
+
+@pytest.mark.parametrize(("mode", "microbatches"), [("true", 1), ("false", 4)])
+def test_indexer_loss_over_the_chosen_keys(mode, microbatches):
+    meta, _, expected = oracle("deepseek_v32")
+    only = ["model.attention.dsa.indexer_loss=sparse", "model.attention.dsa.indexer_loss_coeff=1.0"]
+    state, batch = load("deepseek_v32", mode, microbatches, {}, only)
+    out = jaxmoe.loss_and_grads(state, batch)
+    close(out.per_layer["indexer_loss"], expected[f"step/{mode}_M{microbatches}/per_layer/indexer_loss_sparse"], "KL")
+    gradients = jaxmoe.to_hf_tree(out.grads, state.config)
+    flat = expected[f"grad_indexer_sparse/{mode}_M{microbatches}"]
+    for item, want in oracle_io.unflatten(meta, expected, flat, ".indexer.").items():
+        close(gradients[item], want, item)
