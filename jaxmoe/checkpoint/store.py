@@ -38,7 +38,6 @@ class Checkpoints:
             enable_async_checkpointing=asynchronous and writes,
             cleanup_tmp_directories=writes,
             create=writes,
-            read_only=not writes,
         )
         handlers = {"arrays": ocp.PyTreeCheckpointHandler(), "about": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
