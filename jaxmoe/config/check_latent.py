@@ -32,12 +32,16 @@ def _mla_excludes(config: Config) -> Iterator[Problem]:
     attention = config.model.attention
     if attention.mla is None:
         return
-    for name in ("qk_norm", "qkv_bias", "output_bias"):
+    for name in ("qk_norm", "qkv_bias", "output_bias", "sinks"):
         if getattr(attention, name):
             yield Problem(f"{_ATTENTION}.{name}", True, f"does not exist with {_MLA}", "use false")
-    if attention.sliding_window is not None:
-        rule = f"does not exist with {_MLA}"
-        yield Problem(f"{_ATTENTION}.sliding_window", attention.sliding_window, rule, "use null")
+    for name in ("sliding_window", "clip_qkv", "scale"):
+        value = getattr(attention, name)
+        if value is not None:
+            yield Problem(f"{_ATTENTION}.{name}", value, f"does not exist with {_MLA}", "use null")
+    if attention.rope.interleaved:
+        fix = f"use false, and {_MLA}.rope_interleaved: true"
+        yield Problem(f"{_ATTENTION}.rope.interleaved", True, f"does not exist with {_MLA}", fix)
     if attention.rope.fraction != 1.0:
         rule = f"must be 1 with {_MLA}: qk_rope_head_dim says how many dims are rotated"
         yield Problem(f"{_ATTENTION}.rope.fraction", attention.rope.fraction, rule, "use 1.0")

@@ -95,7 +95,7 @@ def _load_one(files: WeightFiles, tensors: Sequence[Tensor], like: jax.ShapeDtyp
     stacked = tensors[0].place is not None
     made: dict[tuple[Range, ...], np.ndarray] = {}
 
-    def piece(index: tuple[slice, ...]) -> np.ndarray:
+    def piece(index: Any) -> np.ndarray:
         ranges = tuple(part.indices(size)[:2] for part, size in zip(index, like.shape, strict=True))
         if ranges not in made:  # copies of a piece are read once
             made[ranges] = _piece(files, tensors, ranges, like.dtype, stacked=stacked)
@@ -114,6 +114,7 @@ def _piece(
         target = out
         if stacked:
             start, stop = ranges[0]
+            assert tensor.place is not None
             if not start <= tensor.place < stop:
                 continue
             target = out[tensor.place - start]

@@ -123,7 +123,7 @@ def _look(state: TrainState, fields: dict[str, jax.Array]) -> dict[str, jax.Arra
     return stacked | {"final_hidden": model.final_norm(x)[None]}
 
 
-def _on_mesh(state: TrainState, fields: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+def _on_mesh(state: TrainState, fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     ids = np.arange(fields["inputs"].size, dtype=np.int32).reshape(fields["inputs"].shape)
     return {**fields, "ids": ids}
 
@@ -150,7 +150,7 @@ def _pooled_balance(state: TrainState, fields: dict[str, jax.Array]) -> tuple[ja
         model = layout.merge(params, state.router_bias)
         tokens = model.tokens(fields["ids"], fields["positions"], fields["segment_ids"])
         x = model.embedding(fields["inputs"], model.dtype)
-        counts, scores, layers = 0, 0, 0
+        counts, scores, layers = jnp.zeros(()), jnp.zeros(()), 0
         for layer in _layers(model):
             x, stats = layer(x, tokens, None)
             if stats.router is not None:

@@ -82,6 +82,7 @@ def test_a_field_without_a_default_must_be_there(name, tmp_path):
 )
 def test_layers_with_experts(values, flags, tmp_path):
     moe = jaxmoe.load_hf_config(changed("qwen3_moe", tmp_path, values)).model.moe
+    assert moe is not None
     if flags is None:
         assert (moe.num_dense_layers, moe.layer_pattern) == (1, 1)
     else:
@@ -146,8 +147,8 @@ def test_a_config_file_takes_its_model_from_a_folder(tmp_path):
         f"data: {{train: {{kind: sotu}}, tokenizer: {{kind: file, path: t.json}}}}\n"
         f"model: {{from_hf: {FOLDER / 'qwen3_moe'}, moe: {{router: {{aux_loss_coeff: 0.5}}}}}}\n"
     )
-    model = load_config(path).model
-    assert model.moe.router.aux_loss_coeff == 0.5
-    assert model.moe.num_experts == 8
+    moe = load_config(path).model.moe
+    assert moe is not None
+    assert (moe.router.aux_loss_coeff, moe.num_experts) == (0.5, 8)
     with pytest.raises(ConfigError, match="from_hf"):
         load_config(path, [f"model.from_hf={tmp_path / 'nowhere'}"])

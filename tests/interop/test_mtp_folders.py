@@ -47,7 +47,9 @@ def test_round_trip(folder, with_copies, tmp_path):
     if with_copies:
         add_copies(folder)
     state = one_device(folder)
-    assert state.config.model.mtp.num_depths == 1
+    mtp = state.config.model.mtp
+    assert mtp is not None
+    assert mtp.num_depths == 1
     tensors = tensors_of(folder)
     # The token's half of the projection comes first.
     join = np.asarray(state.params["mtp"][0]["join_2DF"])
