@@ -38,7 +38,8 @@ class KeyIndexer(nnx.Module):
     def __init__(self, init: Init):
         attention, width = init.model.attention, init.model.d_model
         mla, dsa = attention.mla, attention.dsa
-        assert mla is not None and dsa is not None
+        assert mla is not None
+        assert dsa is not None
         heads, head = dsa.index_num_heads, dsa.index_head_dim
         self.q_CJI = init.normal((mla.q_lora_rank or width, heads, head), P())
         self.k_DI = init.normal((width, head), P())

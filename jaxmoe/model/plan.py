@@ -44,9 +44,7 @@ def layer_plan(model: Model) -> LayerPlan:
     kinds = tuple(LayerKind(is_moe=is_moe, window=window) for is_moe, window in facts)
     lead = model.moe.num_dense_layers if model.moe else 0
     trunk = kinds[lead:]
-    length = next(
-        n for n in range(1, len(trunk) + 1) if len(trunk) % n == 0 and trunk == trunk[:n] * (len(trunk) // n)
-    )
+    length = next(n for n in range(1, len(trunk) + 1) if len(trunk) % n == 0 and trunk == trunk[:n] * (len(trunk) // n))
     depths = model.mtp.num_depths if model.mtp else 0
     return LayerPlan(kinds[:lead], trunk[:length], len(trunk) // length, kinds[-1:] * depths)
 

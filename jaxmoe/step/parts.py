@@ -14,8 +14,8 @@ from jaxmoe.losses.objective import (
     MTP,
     SEQ_AUX,
     TOKEN_MEAN,
-    Z,
     StepCounts,
+    Z,
     replicas_per_rank,
     term_coefficients,
 )
@@ -24,7 +24,6 @@ from jaxmoe.model.router import RouterStats
 from jaxmoe.spmd.axes import AXES, REPLICA_AXES
 from jaxmoe.spmd.collectives import as_part, sum_partial, to_varying, vary_like
 from jaxmoe.step.layout import Layout
-
 
 #: Share of the targets of an MTP depth that are its most likely word, weighted as the loss.
 MTP_ACCEPTANCE = "mtp_acceptance"

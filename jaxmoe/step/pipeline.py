@@ -98,7 +98,8 @@ def _of_own_microbatches(weights: Weights) -> Weights:
 def run_pipeline(forward: Forward, parts: Parts, arrays: Arrays, weights: Weights) -> tuple[Parts, jax.Array]:
     """All micro-batches up to the end of the trunk. `arrays` [M / pp, B, S] are this rank's, `weights` [M] all.
 
-    Returns the parts with the terms of the decoder's layers, and the hidden states [M / pp, B, S, D] of this rank's micro-batches.
+    Returns the parts with the terms of the decoder's layers, and the hidden states [M / pp, B, S, D] of this rank's
+    micro-batches.
     """
 
     def before(parts: Parts, own: tuple[Arrays, Weights]) -> tuple[Parts, jax.Array]:

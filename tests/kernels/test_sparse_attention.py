@@ -1,5 +1,5 @@
-"""Choice of keys, sparse attention and the indexer's loss: float64 numbers made with another library, exact zeros, ties,
-slots that are not used, and memory."""
+"""Choice of keys, sparse attention and the indexer's loss: float64 numbers made with another library, exact zeros,
+ties, slots that are not used, and memory."""
 
 from functools import lru_cache, partial
 from pathlib import Path
@@ -161,7 +161,8 @@ def test_a_latent_that_is_key_and_value_equals_a_dense_mask():
     segment = jnp.where(position < 7, 1, jnp.where(position < 9, 0, 2)).astype(jnp.int32)
     score = jnp.asarray(np.random.default_rng(1).normal(size=(rows, seq, seq)))
     index = choose_keys(score, visible(Marks(segment, position, segment, position)), topk)
-    assert (np.asarray(index[:, 0]) == [0] + [-1] * (topk - 1)).all() and (index == -1).all(-1).any()
+    assert (np.asarray(index[:, 0]) == [0] + [-1] * (topk - 1)).all()
+    assert (index == -1).all(-1).any()
     chosen = (index[..., None] == jnp.arange(seq)).any(axis=2)
 
     def dense(q, kv):

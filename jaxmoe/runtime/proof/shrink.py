@@ -11,6 +11,20 @@ REPEATS = 5
 """Of the trunk's period: enough for 2 stages of 2 chunks, and not divisible, so that a pipeline's padding is seen."""
 
 
+def _latent(attention: Attention) -> dict[str, Any]:
+    """Latent attention keeps its parts, all of unequal widths; the indexer chooses fewer keys than documents have."""
+    mla, dsa = attention.mla, attention.dsa
+    if mla is None:
+        return {}
+    widths = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+    small = mla.model_copy(update=widths | {"q_lora_rank": mla.q_lora_rank and 16})
+    update: dict[str, Any] = {"mla": small, "head_dim": 10}
+    if dsa is not None:
+        index = {"index_num_heads": 3, "index_head_dim": 8, "index_topk": 4}
+        update["dsa"] = dsa.model_copy(update=index)
+    return update
+
+
 def _attention(attention: Attention) -> dict[str, Any]:
     group = attention.num_heads // attention.num_kv_heads
     scaling = attention.rope.scaling
@@ -22,6 +36,7 @@ def _attention(attention: Attention) -> dict[str, Any]:
         "rope": attention.rope.model_copy(
             update={"scaling": scaling and scaling.model_copy(update={"original_seq_len": COLUMNS // 2})}
         ),
+        **_latent(attention),
     }
 
 
@@ -61,6 +76,8 @@ def shrink_model(model: Model, dtype: str) -> Model:
         # Larger than usual, so that routing is decided by the input and every term has a gradient worth comparing.
         "initializer_range": 0.15,
     }
+    if model.mtp is not None:
+        update["mtp"] = model.mtp.model_copy(update={"num_depths": min(model.mtp.num_depths, 2)})
     if model.mlp is not None:
         update["mlp"] = model.mlp.model_copy(update={"hidden_dim": 32})
     if model.moe is not None:
