@@ -50,7 +50,6 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
 import jax  # noqa: E402
 
-
 ON_GPU = any(name in os.environ["JAX_PLATFORMS"] for name in ("cuda", "gpu"))
 
 

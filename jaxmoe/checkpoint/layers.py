@@ -45,6 +45,7 @@ class LayerOrder:
         shape = (self.repeats, *leaf.shape[1:])
         sharding = leaf.sharding
         assert isinstance(sharding, NamedSharding)
+        assert isinstance(sharding.mesh, Mesh)
         spec = _natural_spec(sharding.spec, shape, sharding.mesh)
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(sharding.mesh, spec))
 

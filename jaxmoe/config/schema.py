@@ -4,7 +4,7 @@ One class per section of the YAML file. A field's docstring (the string under it
 need one field stand here as types and bounds; rules between fields stand in `check.py`.
 """
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -37,10 +37,6 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
-
-    if TYPE_CHECKING:
-
-        def __hash__(self) -> int: ...  # pydantic makes it for frozen models; a type checker cannot see that
 
 
 class RopeScaling(Section):
@@ -243,8 +239,11 @@ class Objective(Section):
     calculate_per_token_loss: bool = True
     """True: one denominator per optimiser step. False: mean of micro-batch means."""
     replicas: Size | None = None
-    """How many data-parallel replicas `aux_loss` and `balance_dp_token: false` average over; null is dp * ep. A multiple
-    of dp * ep makes a small mesh compute what a larger one would: these two depend on that number by definition."""
+    """How many data-parallel replicas `aux_loss` and `balance_dp_token: false` average over; null is dp * ep.
+
+    A multiple of dp * ep makes a small mesh compute what a larger one would: these two depend on that number by
+    definition.
+    """
     balance_dp_token: bool = True
     """Only when `calculate_per_token_loss` is False: the cross-entropy of a micro-batch is a mean over the tokens of
     all data-parallel replicas (True) or a mean of each replica's own mean (False)."""

@@ -247,11 +247,11 @@ def _backward(products: _Products, activation: Activation, saved: tuple, dy_TD: 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _expert_mlp(implementation: Implementation, activation: Activation, *arrays: jax.Array | None) -> jax.Array:
+def _expert_mlp(implementation: Implementation, activation: Activation, *arrays: Any) -> jax.Array:
     return _forward(_PRODUCTS[implementation], activation, *arrays)[0]
 
 
-def _expert_mlp_forward(implementation: Implementation, activation: Activation, *arrays: jax.Array | None) -> tuple:
+def _expert_mlp_forward(implementation: Implementation, activation: Activation, *arrays: Any) -> tuple:
     return _forward(_PRODUCTS[implementation], activation, *arrays)
 
 

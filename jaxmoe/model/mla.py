@@ -145,10 +145,10 @@ class LatentAttention(nnx.Module):
         kv_BTKX = in_order(jnp.concatenate([rope_BTR, latent_BTC], axis=-1))[:, :, None]
         found = found._replace(k_BTI=in_order(found.k_BTI))
         marks = Marks(tokens.segment_BQ, tokens.position_BQ, in_order(tokens.segment_BT), in_order(tokens.position_BT))
-        own = (own_piece(value, TP, dim=1) for value in (tokens.segment_BQ, tokens.position_BQ))
+        own_segment, own_position = (own_piece(x, TP, dim=1) for x in (tokens.segment_BQ, tokens.position_BQ))
         index_BQP, o_BQNH = None, None
         if dsa.stage == "sparse":
-            index_BSP = chosen_keys(found, Marks(*own, marks.k_segment_BT, marks.k_position_BT), dsa.index_topk)
+            index_BSP = chosen_keys(found, Marks(own_segment, own_position, *marks[2:]), dsa.index_topk)
             index_BQP = gather(index_BSP, TP, dim=1)
             o_BQNC = sparse_attention(q_BQNX, kv_BTKX, index_BQP, scale=self.scale, value_start=rope_BTR.shape[-1])
             o_BQNH = jnp.einsum("bqnc,cnh->bqnh", o_BQNC, up_weights[1])

@@ -21,7 +21,7 @@ class Mlp(nnx.Module):
         width = init.model.d_model
         self.gate_up_D2F = init.normal((width, 2, hidden_dim), P(None, None, TP))
         self.down_FD = init.normal((hidden_dim, width), P(TP, None), to_residual=True)
-        self.activation = activation
+        self.activation: Activation = activation
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         x = gather(x_BSD, TP, dim=1)

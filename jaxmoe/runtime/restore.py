@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxmoe.checkpoint.store import Checkpoints
@@ -21,7 +21,7 @@ def state_arrays(state: TrainState) -> dict[str, Any]:
 
 def _like(config: Config, mesh: Mesh) -> dict[str, Any]:
     """Shapes, dtypes and shardings of `state_arrays` on this mesh."""
-    shapes = jax.eval_shape(lambda: state_arrays(fresh_arrays(config, mesh, np.uint32(0))))
+    shapes = jax.eval_shape(lambda: state_arrays(fresh_arrays(config, mesh, jnp.uint32(0))))
     return jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
         shapes,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +83,7 @@ class Batch:
             pieces[start, stop] = arrays
 
         def put(name: str) -> jax.Array:
-            def piece(index: tuple[slice, ...]) -> np.ndarray:
+            def piece(index: Any) -> np.ndarray:
                 first, last, _ = index[0].indices(shape[0])
                 start, stop = next(run for run in pieces if run[0] <= first and last <= run[1])
                 host = np.asarray(pieces[start, stop][name]).astype(DTYPES[name])

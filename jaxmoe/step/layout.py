@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import nnx
@@ -194,3 +194,9 @@ def make_layout(config: Config, sizes: tuple[tuple[str, int], ...]) -> Layout:
         bias_shapes=nnx.to_pure_dict(bias),
         bias_specs=nnx.traversals.unflatten_mapping({p: v.get_metadata("spec") for p, v in nnx.to_flat_state(bias)}),
     )
+
+
+def layout_of(config: Config, mesh: Any) -> Layout:
+    """`make_layout` for a mesh, real or abstract."""
+    # Frozen pydantic models are hashable, which a type checker cannot see.
+    return make_layout(cast(Any, config), tuple(mesh.shape.items()))

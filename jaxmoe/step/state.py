@@ -17,7 +17,7 @@ from jaxmoe.model.decoder import Decoder
 from jaxmoe.model.params import RouterBias
 from jaxmoe.optim.optimizer import make_optimizer
 from jaxmoe.spmd.program import build_mesh, shardings
-from jaxmoe.step.layout import Layout, make_layout
+from jaxmoe.step.layout import Layout, layout_of
 
 Tree = Any
 
@@ -52,7 +52,7 @@ class TrainState:
 
     @property
     def layout(self) -> Layout:
-        return make_layout(self.config, tuple(self.mesh.shape.items()))
+        return layout_of(self.config, self.mesh)
 
 
 def make_mesh(config: Config, devices: Any = None) -> Mesh:
@@ -76,7 +76,7 @@ def optimizer_of(layout: Layout) -> optax.GradientTransformation:
 
 def state_specs(config: Config, mesh: Any) -> Any:
     """A `TrainState` of PartitionSpecs in place of arrays."""
-    layout = make_layout(config, tuple(mesh.shape.items()))
+    layout = layout_of(config, mesh)
     optimizer = optimizer_of(layout)
     shapes = jax.eval_shape(optimizer.init, layout.shapes)
     specs: dict[str, Any] = {
@@ -93,7 +93,7 @@ def state_specs(config: Config, mesh: Any) -> Any:
 
 def fresh_arrays(config: Config, mesh: Mesh, seed: jax.Array) -> TrainState:
     """The initial state, traceable. Values depend on the seed alone."""
-    layout = make_layout(config, tuple(mesh.shape.items()))
+    layout = layout_of(config, mesh)
     model = Decoder(config, dict(mesh.shape), jax.random.key(seed), layout.trunk_order)
     _, params, bias = nnx.split(model, nnx.Param, RouterBias)
     params = nnx.to_pure_dict(params)

@@ -171,7 +171,7 @@ MUTATIONS = [
         "step.layout:Placement.reduce",
         "sum_partial(gradient, rest)",
         "gradient",
-        "dp=2",
+        "dp=2,zero=0",
         "tracing",
     ),
     Mutation(
@@ -251,8 +251,8 @@ MUTATIONS = [
     Mutation(
         "losses of another rank's micro-batches",
         "step.pipeline:add_losses",
-        "(hidden, arrays, mine)",
-        "(hidden[::-1], arrays, mine)",
+        "scan(jax.checkpoint(add), parts, (hidden,",
+        "scan(jax.checkpoint(add), parts, (hidden[::-1],",
         "pp=2",
         "verify",
         4,
