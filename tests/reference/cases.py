@@ -26,14 +26,13 @@ VOCAB, SEQ = 32, 16
 
 @contextmanager
 def float64() -> Iterator[None]:
-    """64-bit mode, and leave for layers to broadcast vectors over tokens."""
-    with jax.numpy_rank_promotion("allow"):
-        before = jax.config.read("jax_enable_x64")
-        jax.config.update("jax_enable_x64", True)
-        try:
-            yield
-        finally:
-            jax.config.update("jax_enable_x64", before)
+    """64-bit mode for as long as the context lasts."""
+    before = jax.config.read("jax_enable_x64")
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
 def make_config(
