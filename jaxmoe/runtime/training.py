@@ -117,6 +117,11 @@ def _announce(config: Config, state: TrainState, data: TrainingData, display: Di
         f"{numbers / 1e6:.1f} M parameters on {jax.device_count()} x {jax.devices()[0].device_kind} ({mesh}); "
         f"{batch.global_batch_size} rows of {batch.seq_len} tokens a step, {config.run.steps} steps"
     )
+    if state.mesh.shape["ep"] * state.mesh.shape["tp"] > 1 and config.model.moe is not None:
+        display.emit(
+            "experts: tokens gathered over ep and tp, outputs summed back by reduce-scatter: exact for any routing, since "
+            "no buffer depends on where tokens go"
+        )
     text = f"training text: {data.train.store.num_documents:,} documents, {data.train.store.num_tokens:,} tokens"
     if data.validation is not None:
         baseline = unigram_baseline(data.train, data.validation)
