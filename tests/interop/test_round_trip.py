@@ -87,6 +87,35 @@ def test_bytes_do_not_depend_on_the_layout(family, tmp_path):
     assert_same_tensors(tensors_of(tmp_path / "0"), tensors_of(goldens.FOLDER / family))
 
 
+@pytest.mark.parametrize(
+    ("layers", "overrides", "order"),
+    [
+        (6, [], (0, 1, 2, 3, 4, 5)),
+        (5, [], (0, 1, 2, 3, 4, -1)),
+        (6, ["parallel.pipeline_schedule=circular", "parallel.pipeline_chunks=3"], (0, 2, 4, 1, 3, 5)),
+        (5, ["parallel.pipeline_schedule=circular", "parallel.pipeline_chunks=3"], (0, 2, 4, 1, 3, -1)),
+    ],
+)
+def test_every_layer_lies_where_its_stage_runs_it(layers, overrides, order, tmp_path):
+    source = copy_as("llama", tmp_path / "in", lambda _, value: value)
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(values | {"num_hidden_layers": layers}))
+    tensors = tensors_of(source)
+    first = {name: value for name, value in tensors.items() if name.startswith("model.layers.0.")}
+    for layer in range(layers):
+        tensors |= {name.replace("layers.0.", f"layers.{layer}."): value + layer for name, value in first.items()}
+    save_file(tensors, source / "model.safetensors")
+    own = ["parallel.pp=2", "parallel.dp=1", "batch.num_microbatches=2", "batch.global_batch_size=2", *overrides]
+    mesh = jaxmoe.make_mesh(jaxmoe.load_hf_config(source, own), jax.devices()[:2])
+    state = jaxmoe.load_hf(source, mesh, [SGD, *own])
+    assert state.layout.trunk_order == order
+    stacked = np.asarray(state.params["trunk"][0]["attention_norm"]["scale_D"])
+    for place, layer in enumerate(order):
+        want = tensors[f"model.layers.{layer}.input_layernorm.weight"] if layer >= 0 else 0 * stacked[place]
+        np.testing.assert_array_equal(stacked[place], want)
+    assert_same_tensors(jaxmoe.to_hf_tree(state.params, state.config), tensors)
+
+
 def test_an_index_names_the_file_of_every_tensor(tmp_path):
     jaxmoe.save_hf(one_device(goldens.FOLDER / "mixtral"), tmp_path / "out", max_shard_bytes=60_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
