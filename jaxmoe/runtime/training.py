@@ -119,8 +119,8 @@ def _announce(config: Config, state: TrainState, data: TrainingData, display: Di
     )
     if state.mesh.shape["ep"] * state.mesh.shape["tp"] > 1 and config.model.moe is not None:
         display.emit(
-            "experts: tokens gathered over ep and tp, outputs summed back by reduce-scatter: exact for any routing, since "
-            "no buffer depends on where tokens go"
+            "experts: tokens gathered over ep and tp, outputs summed back by reduce-scatter: exact for any routing, "
+            "since no buffer depends on where tokens go"
         )
     text = f"training text: {data.train.store.num_documents:,} documents, {data.train.store.num_tokens:,} tokens"
     if data.validation is not None:
