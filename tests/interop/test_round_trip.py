@@ -93,7 +93,7 @@ def test_bytes_do_not_depend_on_the_layout(family, tmp_path):
         (6, [], (0, 1, 2, 3, 4, 5)),
         (5, [], (0, 1, 2, 3, 4, -1)),
         (6, ["parallel.pipeline_schedule=circular", "parallel.pipeline_chunks=3"], (0, 2, 4, 1, 3, 5)),
-        (5, ["parallel.pipeline_schedule=circular", "parallel.pipeline_chunks=3"], (0, 2, 4, 1, 3, -1)),
+        (5, ["parallel.pipeline_schedule=circular", "parallel.pipeline_chunks=2"], (0, 1, 4, -1, 2, 3, -1, -1)),
     ],
 )
 def test_every_layer_lies_where_its_stage_runs_it(layers, overrides, order, tmp_path):
