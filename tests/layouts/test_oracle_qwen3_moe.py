@@ -1,4 +1,8 @@
-"""A whole Qwen3-MoE against float64 oracle values: the objective in every mode, per layer, every gradient."""
+"""A whole Qwen3-MoE against float64 oracle values: J, its terms, per layer, every gradient, what is logged.
+
+The names of the checkpoint are mapped here, by hand: a mistake in `interop/` cannot hide one in the objective.
+`tests/interop/test_oracle_models.py` has the other modes and families.
+"""
 
 import json
 from pathlib import Path
@@ -19,7 +23,7 @@ BATCH, EXPECTED = (dict(np.load(FOLDER / f"{name}.npz")) for name in ("batch", "
 HF = json.loads((FOLDER / "config.json").read_text())
 LAYERS, EXPERTS, HEAD = HF["num_hidden_layers"], META["E"], HF["head_dim"]
 TERMS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
-TAGS = [(per_token, m) for per_token in (True, False) for m in (1, 2, 4)]
+TAGS = [(True, 2), (False, 4)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -143,8 +147,8 @@ def test_values_and_gradients(per_token, microbatches):
     cases.assert_close(dict(got.grads), {name: gradient[name] for name in got.grads}, 1e-9, "gradient of")
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 4])
-def test_mean_of_replica_means(microbatches):
+def test_mean_of_replica_means():
+    microbatches = 2
     state = state_of(make_config(microbatches, calculate_per_token_loss=False, balance_dp_token=False))
     got = cases.run(jaxmoe.loss_and_grads, state, BATCH)
     tag = f"false_balance_false_M{microbatches}"
