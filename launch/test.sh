@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Checks everything: shell scripts, format, lint, types, import floors, tests. CI runs the same.
 #
-#   bash launch/test.sh                    all of it
-#   bash launch/test.sh fast               without the tests marked slow
-#   bash launch/test.sh [fast] -k router   further words go to pytest
+#   bash launch/test.sh                    without the tests marked slow
+#   bash launch/test.sh all                with them: every family on 8 devices, runs of several processes
+#   bash launch/test.sh [all] -k router    further words go to pytest
 #
 # Makes .venv and installs jaxmoe[demo,test] when no virtual environment is active (launch/setup.sh).
 set -euo pipefail
@@ -11,9 +11,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/setup.sh
 source launch/setup.sh
 
-select=()
-if [ "${1:-}" = fast ]; then
-    select=(-m "not slow")
+select=(-m "not slow")
+if [ "${1:-}" = all ]; then
+    select=()
     shift
 fi
 

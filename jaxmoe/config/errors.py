@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 USER_ERROR_EXIT_CODE = 2
-_LONGEST_VALUE = 80
+_LONGEST_VALUE = 200
 
 
 class UserError(ValueError):

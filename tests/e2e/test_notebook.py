@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import nbformat
-import pytest
 from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parents[2] / "launch" / "notebooks" / "train_on_a_gpu.ipynb"
@@ -15,7 +14,6 @@ def _with_parameters(notebook: nbformat.NotebookNode, **values: object) -> nbfor
     return notebook
 
 
-@pytest.mark.slow
 def test_the_notebook_trains_and_calls_train_step(tmp_path: Path) -> None:
     notebook = _with_parameters(
         nbformat.read(NOTEBOOK, as_version=4),

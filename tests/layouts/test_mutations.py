@@ -89,7 +89,6 @@ def _caught_by(mutation: Mutation) -> str:
     return f"verify ({worst.kind}, {worst.value:.0e})" if worst.value > TOLERANCE else "nothing"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name.replace(" ", "_"))
 def test_a_fault_is_caught(mutation: Mutation, x64: None, record_property: Callable[[str, object], None]) -> None:
     caught_by = _caught_by(mutation)
@@ -97,7 +96,6 @@ def test_a_fault_is_caught(mutation: Mutation, x64: None, record_property: Calla
     assert caught_by.startswith(mutation.caught_by), f"{mutation.name}: {caught_by}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp=2,sp=2", "pp=2"])
 def test_without_a_fault_nothing_differs(layout: str, x64: None) -> None:
     healthy = Mutation("none", "step.norms:clip_scale", "1.0", "1.0", layout, "verify", 2)
