@@ -25,9 +25,9 @@ def bits(run: Path, step: int) -> dict[str, bytes]:
     """Every array of a checkpoint, as bytes, by path."""
     item = run / "checkpoints" / str(step) / "arrays"
     checkpointer = ocp.PyTreeCheckpointer()
-    plain = jax.tree.map(
-        lambda _: ocp.RestoreArgs(restore_type=np.ndarray), dict(checkpointer.metadata(item).item_metadata.tree)
-    )
+    saved = checkpointer.metadata(item).item_metadata
+    assert saved is not None
+    plain = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), dict(saved.tree))
     tree = checkpointer.restore(item, ocp.args.PyTreeRestore(restore_args=plain))
     return {jax.tree_util.keystr(path): leaf.tobytes() for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
