@@ -275,6 +275,7 @@ class Peers:
             if self._links:
                 self._everyone_left.wait(self._timing.leave)
         else:
+            self._done.set()  # from here on, process 0 may leave too
             with self._lock:
                 for link in self._links.values():
                     link.send({"kind": "left"})

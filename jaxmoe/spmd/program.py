@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmoe.spmd.axes import AXES
@@ -22,6 +22,13 @@ def build_mesh(sizes: Mapping[str, int], devices: Any = None) -> Mesh:
     if devices is not None:
         return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    """A mesh without devices, to trace programs for any number of them."""
+    jax.config.update("jax_remove_size_one_mesh_axis_from_type", True)
+    shape = tuple(sizes[axis] for axis in AXES)
+    return AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def manual(function: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:

@@ -230,8 +230,8 @@ class Run:
     """Peers in threads of this process."""
 
     def __init__(self, count: int) -> None:
-        self.port, self.lost = free_port(), {}
-        self.peers: list[Peers | None] = [None] * count
+        self.port, self.count, self.lost = free_port(), count, {}
+        self.peers: dict[int, Peers] = {}
         threads = [threading.Thread(target=self._join, args=(number,)) for number in range(count)]
         for thread in threads:
             thread.start()
@@ -242,10 +242,10 @@ class Run:
         def lost(text: str) -> None:
             self.lost[number] = text
 
-        self.peers[number] = Peers(("127.0.0.1", self.port), len(self.peers), number, timing=QUICK, on_loss=lost)
+        self.peers[number] = Peers(("127.0.0.1", self.port), self.count, number, timing=QUICK, on_loss=lost)
 
     def close(self) -> None:
-        for peer in self.peers:
+        for peer in self.peers.values():
             peer.fail("the test is over")
 
     def lost_within(self, seconds: float, numbers: set[int]) -> dict[int, str]:
@@ -264,7 +264,7 @@ def run() -> Iterator[Run]:
 
 
 def test_peers_that_leave_are_not_missed(run):
-    leaving = [threading.Thread(target=peer.leave) for peer in run.peers]
+    leaving = [threading.Thread(target=peer.leave) for peer in run.peers.values()]
     for thread in leaving:
         thread.start()
         time.sleep(0.5)
