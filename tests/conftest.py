@@ -3,6 +3,7 @@
 The environment is set before anything imports JAX, so that commands started by a test inherit it.
 """
 
+import gc
 import hashlib
 import os
 import platform
@@ -51,6 +52,20 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 import jax  # noqa: E402
 
 ON_GPU = any(name in os.environ["JAX_PLATFORMS"] for name in ("cuda", "gpu"))
+
+
+MOST_MEMORY_MAPS = 20_000
+"""Every compiled program takes some; Linux allows a process 65,530 and loading one more then ends it."""
+
+
+@pytest.fixture(autouse=True)
+def forget_programs() -> Iterator[None]:
+    """Drops compiled programs after a test when there are many; the compilation cache brings back what is needed."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MEMORY_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
