@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from jaxmoe.config import Config, load_config
 from jaxmoe.runtime import loop
 from jaxmoe.runtime.clock import StepClock
 from jaxmoe.runtime.loop import Loop, Places, TrainingFailedError
+from jaxmoe.spmd.axes import AXES
+from jaxmoe.spmd.program import build_mesh
 
 MINIMAL = Path(__file__).parents[1] / "config" / "minimal.yaml"
 
@@ -82,11 +85,11 @@ def run(
         return state_at(config, done), Metrics(done, events, skipped)
 
     monkeypatch.setattr(loop, "train_step", step)
-    monkeypatch.setattr(loop, "Batch", SimpleNamespace(from_numpy=lambda fields, mesh: fields))
+    monkeypatch.setattr(loop, "Batch", SimpleNamespace(from_rows=lambda rows, *_: rows(0, 0)))
     monkeypatch.setattr(loop, "state_arrays", lambda state: {})
     monkeypatch.setattr(loop, "validate", lambda *_: SimpleNamespace(loss=1.0, bits_per_byte=1.0))
     data: Any = SimpleNamespace(
-        train=SimpleNamespace(batch=lambda step: step, fingerprint="f"), validation=SimpleNamespace()
+        train=SimpleNamespace(rows=lambda step, *_: step, fingerprint="f"), validation=SimpleNamespace()
     )
     recorder: Any = Recorder(events)
     state: Any = state_at(config, first)
@@ -96,7 +99,7 @@ def run(
 
 
 def state_at(config: Config, step: int) -> Any:
-    mesh = SimpleNamespace(shape={})
+    mesh = build_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1])
     return SimpleNamespace(step=np.int32(step), mesh=mesh, layout=SimpleNamespace(trunk_order=(0,)))
 
 
@@ -142,8 +145,8 @@ def test_a_stop_before_any_step_saves_nothing(monkeypatch: pytest.MonkeyPatch):
     stop: Any = SimpleNamespace(requested=True, reason="SIGINT")
     events: list = []
     recorder: Any = Recorder(events)
-    data: Any = SimpleNamespace(train=SimpleNamespace(batch=lambda step: step))
-    monkeypatch.setattr(loop, "Batch", SimpleNamespace(from_numpy=lambda fields, mesh: fields))
+    data: Any = SimpleNamespace(train=SimpleNamespace(rows=lambda step, *_: step))
+    monkeypatch.setattr(loop, "Batch", SimpleNamespace(from_rows=lambda rows, *_: rows(0, 0)))
     Loop(config, data, Places(recorder, recorder, recorder), stop).run(state_at(config, 0))
     assert events == [("wait", None)]
 
