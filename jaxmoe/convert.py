@@ -8,7 +8,6 @@ output as it was. Training can also start from a Hugging Face folder by itself: 
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +41,10 @@ def main(words: Sequence[str] | None = None) -> int:
     """Runs the command; the exit code."""
     arguments = _arguments(words)
     # Weights pass through the host's memory; accelerators would be in the way.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+
+    if jax.config.jax_platforms is None:
+        jax.config.update("jax_platforms", "cpu")
     return _import(arguments) if arguments.command == "hf-to-jaxmoe" else _export(arguments)
 
 

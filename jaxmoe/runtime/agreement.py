@@ -1,5 +1,8 @@
 """What all processes of a run must decide alike."""
 
+from collections.abc import Callable
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +22,7 @@ class AgreedStop:
     def __init__(self, stop: StopSignals, mesh: Mesh) -> None:
         self._stop = stop
         self._alone = jax.process_count() == 1
-        self._spread = NamedSharding(mesh, P(mesh.axis_names))
-        self._any = jax.jit(jnp.any, out_shardings=NamedSharding(mesh, P()))
-        self._size = mesh.size
+        self._mesh = mesh
         self._asked: jax.Array | None = None
 
     def ask(self) -> bool:
@@ -33,6 +34,12 @@ class AgreedStop:
             self._stop.reason = self._stop.reason or "a signal to another process"
             return True
         own = np.array([self._stop.requested])
-        flags = jax.make_array_from_callback((self._size,), self._spread, lambda _: own)
-        self._asked = self._any(flags)
+        spread, whole = (NamedSharding(self._mesh, P(axes)) for axes in (self._mesh.axis_names, None))
+        flags = jax.make_array_from_callback((self._mesh.size,), spread, lambda _: own)
+        self._asked = _any(whole)(flags)
         return False
+
+
+@cache
+def _any(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(jnp.any, out_shardings=sharding)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parents[2] / "launch" / "notebooks" / "train_on_a_gpu.ipynb"
@@ -14,7 +15,8 @@ def _with_parameters(notebook: nbformat.NotebookNode, **values: object) -> nbfor
     return notebook
 
 
-def test_the_notebook_trains_and_calls_train_step(tmp_path: Path) -> None:
+def test_the_notebook_trains_and_calls_train_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # one device, as in Colab
     notebook = _with_parameters(
         nbformat.read(NOTEBOOK, as_version=4),
         REDUCED=True,
