@@ -1,5 +1,7 @@
 """One device against an independent implementation: the objective, its terms and gradients, every kind of layer."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import jaxmoe
 from tests.reference import cases, naive
 
 MICRO_MEANS = {"calculate_per_token_loss": False}
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "softmax_over_the_chosen": {
         "microbatches": 4,
         "attention": {"qk_norm": False, "qkv_bias": True, "output_bias": True},

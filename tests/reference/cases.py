@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 import jaxmoe
 from jaxmoe.config.schema import Config
 from jaxmoe.spmd.axes import AXES
-from jaxmoe.step.layout import make_layout
+from jaxmoe.step.layout import Layout, make_layout
 from jaxmoe.step.state import TrainState, fresh_arrays, state_specs
 from tests.reference.naive import FAST_COMPILE
 
@@ -119,9 +119,9 @@ def _value(path: tuple, shape: tuple[int, ...]) -> np.ndarray:
     return 0.1 * noise if "bias" in name else 0.3 * noise
 
 
-def natural_layout(config: Config):
+def natural_layout(config: Config) -> Layout:
     """The layout of a config on one device."""
-    return make_layout(config, tuple((axis, 1) for axis in AXES))
+    return make_layout(cast(Any, config), tuple((axis, 1) for axis in AXES))
 
 
 def natural_arrays(config: Config) -> tuple[Tree, Tree]:

@@ -9,6 +9,7 @@ All terms come from sums per row. Programs are compiled with little optimisation
 """
 
 import math
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +20,9 @@ import numpy as np
 from jaxmoe.config.schema import Attention, Config, Moe, Router
 
 Tree = Any
+Fields = Mapping[str, Any]
+"""Arrays of the batch, of all rows or of one."""
+
 #: Compile quickly: these programs run a few times on a few hundred tokens.
 FAST_COMPILE = {
     "xla_backend_optimization_level": "0",
@@ -94,7 +98,7 @@ def turn(x_SH: jax.Array, position_S: jax.Array, config: Attention) -> jax.Array
     return jnp.stack(channels, axis=1)
 
 
-def one_head(x_SD: jax.Array, row: dict[str, jax.Array], p: Tree, *, config: Attention, eps: float) -> jax.Array:
+def one_head(x_SD: jax.Array, row: Fields, p: Tree, *, config: Attention, eps: float) -> jax.Array:
     """One head of queries with its keys and values, projected back: [S, D]. `p` holds the weights of that head."""
     segment, position = row["segment_ids"], row["positions"]
     seq = segment.shape[0]
@@ -114,7 +118,7 @@ def one_head(x_SD: jax.Array, row: dict[str, jax.Array], p: Tree, *, config: Att
     return weights / jnp.where(total == 0, 1, total) @ v @ p["o"]
 
 
-def attend(p: Tree, x_SD: jax.Array, row: dict[str, jax.Array], config: Attention, eps: float) -> jax.Array:
+def attend(p: Tree, x_SD: jax.Array, row: Fields, config: Attention, eps: float) -> jax.Array:
     kv = np.arange(config.num_heads) * config.num_kv_heads // config.num_heads
     own = {"q": p["q_DNH"].swapaxes(0, 1), "o": p["o_NHD"]}
     own |= {"k": p["k_DKH"].swapaxes(0, 1)[kv], "v": p["v_DKH"].swapaxes(0, 1)[kv]}
@@ -204,7 +208,7 @@ def mixture(p: Tree, bias_E, x_SD: jax.Array, valid_S: jax.Array, moe: Moe) -> t
     return y_SD, sums
 
 
-def row_sums(params: Tree, bias: Tree, config: Config, row: dict[str, jax.Array]) -> RowSums:
+def row_sums(params: Tree, bias: Tree, config: Config, row: Fields) -> RowSums:
     """The forward pass of one row."""
     model, eps = config.model, config.model.norm_eps
     valid_S = row["segment_ids"] != 0
@@ -235,36 +239,39 @@ def row_sums(params: Tree, bias: Tree, config: Config, row: dict[str, jax.Array]
     return RowSums(ce_S, logits_SV, *(jnp.stack(values) for values in zip(*collected, strict=True)))
 
 
-def all_rows(params: Tree, bias: Tree, config: Config, batch: dict[str, jax.Array]) -> RowSums:
+def all_rows(params: Tree, bias: Tree, config: Config, batch: Fields) -> RowSums:
     """`RowSums` with a first dim G."""
     return jax.vmap(lambda row: row_sums(params, bias, config, row))(batch)
 
 
 @partial(jax.jit, static_argnames="config", compiler_options=FAST_COMPILE)
-def compiled_rows(params: Tree, bias: Tree, batch: dict[str, np.ndarray], *, config: Config) -> RowSums:
+def compiled_rows(params: Tree, bias: Tree, batch: Fields, *, config: Config) -> RowSums:
     return all_rows(params, bias, config, batch)
 
 
 @partial(jax.jit, static_argnames="config", compiler_options=FAST_COMPILE)
-def compiled_pullback(
-    params: Tree, bias: Tree, batch: dict[str, np.ndarray], cotangents: Tree, *, config: Config
-) -> Tree:
+def compiled_pullback(params: Tree, bias: Tree, batch: Fields, cotangents: Tree, *, config: Config) -> Tree:
     """The gradient by the parameters of sum(cotangents * differentiable of `all_rows`)."""
 
     def scalar(params: Tree) -> jax.Array:
         rows = all_rows(params, bias, config, batch)
-        return sum((rows._asdict()[name] * value).sum() for name, value in cotangents.items())
+        return total_of((rows._asdict()[name] * value).sum() for name, value in cotangents.items())
 
     return jax.grad(scalar)(params)
 
 
 def balance(rows: list[RowSums], num_tokens: float, k: int) -> jax.Array:
     """E / (k n^2) * sum_i C_i Q_i over the tokens of these rows together, per layer; 0 without tokens."""
-    counts = sum(row.balance_counts_LE for row in rows)
-    sums = sum(row.score_sums_LE for row in rows)
+    counts = total_of(row.balance_counts_LE for row in rows)
+    sums = total_of(row.score_sums_LE for row in rows)
     if num_tokens == 0:
         return jnp.zeros(len(rows[0].z_sums_L))
     return rows[0].score_sums_LE.shape[1] / (k * num_tokens**2) * (counts * sums).sum(1)
+
+
+def total_of(values: Iterable[Any]) -> Any:
+    """The sum, of whatever type it has."""
+    return sum(values)
 
 
 def ratio(numerator: Any, denominator: float) -> Any:
@@ -273,7 +280,7 @@ def ratio(numerator: Any, denominator: float) -> Any:
 
 
 def objective(
-    stacked: RowSums, config: Config, batch: dict[str, np.ndarray], replicas: int, num_microbatches: int
+    stacked: RowSums, config: Config, batch: Fields, replicas: int, num_microbatches: int
 ) -> tuple[jax.Array, Outcome]:
     """J of one step and all that it is made of. The rows of a micro-batch are split over `replicas`."""
     per_token, settings = config.objective.calculate_per_token_loss, config.objective
@@ -290,15 +297,15 @@ def objective(
     loss = jnp.zeros(())
     for ids in micro:
         if per_token:
-            loss += ratio(sum(ce[g] for g in ids), V)
+            loss += ratio(total_of(ce[g] for g in ids), V)
         elif settings.balance_dp_token:
-            loss += ratio(sum(ce[g] for g in ids), targets[ids].sum()) / num_microbatches
+            loss += ratio(total_of(ce[g] for g in ids), targets[ids].sum()) / num_microbatches
         else:
             for own in np.split(np.asarray(ids), replicas):
-                loss += ratio(sum(ce[g] for g in own), targets[own].sum()) / replicas / num_microbatches
+                loss += ratio(total_of(ce[g] for g in own), targets[own].sum()) / replicas / num_microbatches
 
     moe = config.model.moe
-    counts_LE = sum(row.counts_LE for row in rows)
+    counts_LE = total_of(row.counts_LE for row in rows)
     if moe is None:
         return loss, Outcome(loss, {"cross_entropy": loss}, {}, counts_LE)
 
@@ -307,9 +314,9 @@ def objective(
     values = {name: jnp.zeros(layers) for name in TERMS}
     values["global_aux_loss"] += balance(rows, N, k)
     for ids in micro:
-        z = sum(rows[g].z_sums_L for g in ids)
-        by_row = sum(balance([rows[g]], tokens[g], k) for g in ids)
-        by_replica = sum(
+        z = total_of(rows[g].z_sums_L for g in ids)
+        by_row = total_of(balance([rows[g]], tokens[g], k) for g in ids)
+        by_replica = total_of(
             balance([rows[g] for g in own], tokens[own].sum(), k) for own in np.split(np.asarray(ids), replicas)
         )
         if per_token:
@@ -321,14 +328,14 @@ def objective(
             values["seq_aux_loss"] += ratio(by_row, (tokens[ids] > 0).sum()) / num_microbatches
             values["aux_loss"] += by_replica / replicas / num_microbatches
     coefficients = {name: getattr(moe.router, f"{name}_coeff") for name in TERMS}
-    total = loss + sum(coefficients[name] * values[name].sum() for name in TERMS)
+    total = loss + total_of(coefficients[name] * values[name].sum() for name in TERMS)
     used = {name: values[name] for name in TERMS if coefficients[name] > 0}
     terms = {"cross_entropy": loss} | {name: value.sum() for name, value in used.items()}
     return total, Outcome(total, terms, used, counts_LE)
 
 
 def value_and_grad(
-    params: Tree, bias: Tree, config: Config, batch: dict[str, np.ndarray], replicas: int, num_microbatches: int
+    params: Tree, bias: Tree, config: Config, batch: Fields, replicas: int, num_microbatches: int
 ) -> tuple[Outcome, Tree]:
     """The objective and its gradient by plain automatic differentiation, through the sums of the rows."""
     rows = compiled_rows(params, bias, batch, config=config)

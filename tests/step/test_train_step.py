@@ -1,6 +1,7 @@
 """What a step does to the state: clipping, decay, biases, noise, skipped steps; what no layout and no remat changes."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from tests.reference import cases, naive
 OPTIMIZER = {"learning_rate": 0.01, "clip_norm": 0.1, "weight_decay": 0.5, "schedule": {"kind": "constant"}}
 BIASES = {"qkv_bias": True, "output_bias": True}
 NOT_DECAYED = ("scale_D", "q_bias_NH", "k_bias_KH", "v_bias_KH", "o_bias_D")
-SPLIT = {"dp": 2, "tp": 2, "microbatches": 2}
+SPLIT: dict[str, Any] = {"dp": 2, "tp": 2, "microbatches": 2}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,8 +30,9 @@ def split_config():
 
 def test_initial_numbers_do_not_depend_on_the_mesh():
     made = []
-    for mesh in ({}, {"pp": 2, "tp": 2, "dp": 2, "microbatches": 2, "layers": 4}):
-        config = cases.make_config(router=cases.SIGMOID_BIAS, **({"layers": 4} | mesh))
+    meshes: tuple[dict[str, Any], ...] = ({}, {"pp": 2, "tp": 2, "dp": 2, "microbatches": 2})
+    for mesh in meshes:
+        config = cases.make_config(router=cases.SIGMOID_BIAS, layers=4, **mesh)
         state = jaxmoe.init_state(config, jaxmoe.make_mesh(config, jax.devices()[: 8 if mesh else 1]))
         made.append((cases.to_natural(state.params, state), cases.to_natural(state.router_bias, state)))
     jax.tree.map(np.testing.assert_array_equal, *made)
@@ -109,7 +111,10 @@ def test_what_is_recomputed_changes_nothing(remat):
 def test_noise_belongs_to_the_token_not_to_the_layout():
     noise = cases.SIGMOID_BIAS | {"force_balance": True, "input_jitter": 0.3, "aux_loss_coeff": 0.0}
     batch, outcomes = cases.ragged_batch(), []
-    meshes = ({"microbatches": 1}, {"dp": 2, "sp": 2, "tp": 2, "sp_placement": "zigzag", "microbatches": 4})
+    meshes: tuple[dict[str, Any], ...] = (
+        {"microbatches": 1},
+        {"dp": 2, "sp": 2, "tp": 2, "sp_placement": "zigzag", "microbatches": 4},
+    )
     for mesh in meshes:
         config = cases.make_config(router=noise, **mesh)
         state = cases.make_state(config, 8 if "sp" in mesh else 1)
