@@ -1,8 +1,8 @@
 """That all processes of a run are alive, known within seconds. Does not import JAX.
 
-Every process keeps a TCP connection to process 0. A process that dies loses its connection at once; a machine that
-dies falls silent. Process 0 tells the others, and each ends with a message that names the dead one, where otherwise it
-would wait in a collective for minutes, or for ever.
+Every process keeps a TCP connection to process 0. A process that dies loses its connection at once; when a machine
+dies, the kernels of the others notice that its own no longer answers. Process 0 tells the others, and each ends with a
+message that names the dead one, where otherwise it would wait in a collective for minutes, or for ever.
 """
 
 import json
@@ -26,11 +26,15 @@ _LONGEST_LINE = 1 << 20
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds. A dead connection is seen at once; a machine that vanished, after `silence` at most."""
+    """Seconds."""
 
     join: float = 300.0
     beat: float = 5.0
-    silence: float = 40.0
+    """Between two signs of life."""
+    answer: int = 30
+    """A machine whose kernel has not answered for so long is dead."""
+    silence: float = 600.0
+    """A process that has shown no sign of life for so long hangs. One that compiles may be silent for a minute."""
     leave: float = 60.0
     """How long process 0 waits for the others at the end."""
 
@@ -120,7 +124,8 @@ class Peers:
         else:
             self._connect()
         for link in self._links.values():
-            link.connection.settimeout(self._timing.silence)
+            link.connection.settimeout(self._timing.answer)
+            _end_when_unanswered(link.connection, self._timing.answer)
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._thread.start()
 
@@ -211,7 +216,7 @@ class Peers:
     # ------------------------------------------------------------ watching
 
     def _watch(self) -> None:
-        next_beat = time.monotonic()
+        next_beat = last_turn = time.monotonic()
         with selectors.DefaultSelector() as selector:
             for link in self._links.values():
                 selector.register(link.connection, selectors.EVENT_READ, link)
@@ -219,6 +224,11 @@ class Peers:
                 for key, _ in selector.select(timeout=min(self._timing.beat, 0.5)):
                     self._hear(key.data, selector)
                 now = time.monotonic()
+                if now - last_turn > self._timing.beat + 1:
+                    # This process itself stood still, perhaps with all others: a suspended job, a paused machine.
+                    for link in self._links.values():
+                        link.heard = now
+                last_turn = now
                 for link in list(self._links.values()):
                     if now - link.heard > self._timing.silence:
                         self._lose(link, f"has been silent for {self._timing.silence:.0f} s")
@@ -239,7 +249,7 @@ class Peers:
             if self._done.is_set() or link.id not in self._links:
                 return
             selector.unregister(link.connection)
-            self._lose(link, f"ended without a word ({error}): killed, out of memory, or crashed; see its output")
+            self._lose(link, f"ended without a word ({error}): killed, out of memory, crashed, or its machine is gone; see its output")
 
     def _forget(self, link: _Link) -> None:
         self._links.pop(link.id, None)
@@ -304,3 +314,19 @@ def _listen(host: str, port: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server(("", port), backlog=1024)
+
+
+def _end_when_unanswered(connection: socket.socket, seconds: int) -> None:
+    """Closes a connection whose other kernel is gone, whether anything waits to be sent or not (Linux, macOS)."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    probe = max(seconds // 6, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", seconds // 3),
+        ("TCP_KEEPALIVE", seconds // 3),
+        ("TCP_KEEPINTVL", probe),
+        ("TCP_KEEPCNT", 4),
+        ("TCP_USER_TIMEOUT", 1000 * seconds),
+    ):
+        option = getattr(socket, name, None)
+        if option is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)

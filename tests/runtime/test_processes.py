@@ -309,6 +309,22 @@ def test_a_silent_peer_is_a_dead_peer(run, dead):
     assert lost.keys() == {0, 1, 2} - {dead}
 
 
+def test_a_pause_of_all_processes_is_no_silence(run, monkeypatch):
+    real, pause = time.monotonic, 0.0
+    monkeypatch.setattr("jaxmoe.runtime.peers.time.monotonic", lambda: real() + pause)
+    pause = 100 * QUICK.silence
+    time.sleep(1.0)
+    assert run.lost == {}
+
+
+def test_kernels_watch_a_connection_that_nobody_uses(run):
+    for peer in run.peers.values():
+        for link in peer._links.values():
+            assert link.connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            if sys.platform == "linux":
+                assert link.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failing_process_tells_the_others_why(run, failing):
     run.peers[failing].fail("ValueError: no more")
