@@ -43,7 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
     # Weights pass through the host's memory; accelerators would be in the way.
     import jax
 
-    if jax.config.read("jax_platforms") is None:
+    if getattr(jax.config, "jax_platforms", None) is None:
         jax.config.update("jax_platforms", "cpu")
     return _import(arguments) if arguments.command == "hf-to-jaxmoe" else _export(arguments)
 

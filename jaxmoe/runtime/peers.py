@@ -249,7 +249,10 @@ class Peers:
             if self._done.is_set() or link.id not in self._links:
                 return
             selector.unregister(link.connection)
-            self._lose(link, f"ended without a word ({error}): killed, out of memory, crashed, or its machine is gone; see its output")
+            self._lose(
+                link,
+                f"ended without a word ({error}): killed, out of memory, crashed, or its machine is gone; see its log",
+            )
 
     def _forget(self, link: _Link) -> None:
         self._links.pop(link.id, None)
