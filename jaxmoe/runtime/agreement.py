@@ -34,7 +34,7 @@ class AgreedStop:
             self._stop.reason = self._stop.reason or "a signal to another process"
             return True
         own = np.array([self._stop.requested])
-        spread, whole = (NamedSharding(self._mesh, P(axes)) for axes in (self._mesh.axis_names, None))
+        spread, whole = (NamedSharding(self._mesh, spec) for spec in (P(self._mesh.axis_names), P()))
         flags = jax.make_array_from_callback((self._mesh.size,), spread, lambda _: own)
         self._asked = _any(whole)(flags)
         return False
