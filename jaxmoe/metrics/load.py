@@ -44,18 +44,33 @@ def dead_experts(counts_LE: np.ndarray) -> np.ndarray:
     return np.where(counts_LE.any(axis=1), (counts_LE == 0).sum(axis=1), 0).astype(np.float64)
 
 
+def dropped_share(counts_LE: np.ndarray, served_L: np.ndarray) -> np.ndarray:
+    """Share of the choices that reached no expert, [L]; 0 for a layer without any tokens.
+
+    Below 0 when experts computed choices that no router made.
+    """
+    chosen_L = _checked(counts_LE).sum(axis=1)
+    lost_L = (chosen_L - np.asarray(served_L)).astype(np.float64)
+    return np.divide(lost_L, chosen_L, out=np.zeros_like(lost_L), where=chosen_L > 0)
+
+
 #: Names under which the three are reported.
 LOAD_METRICS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = MappingProxyType(
     {"load_max_over_mean": load_max_over_mean, "load_variation": load_variation, "dead_experts": dead_experts}
 )
 
 
-def load_per_layer(counts_LE: np.ndarray) -> dict[str, np.ndarray]:
-    """Every load metric per layer, [L] each; zero where a layer has no experts."""
-    return {name: metric(counts_LE) for name, metric in LOAD_METRICS.items()}
+def load_per_layer(counts_LE: np.ndarray, served_L: np.ndarray) -> dict[str, np.ndarray]:
+    """Every load metric per layer, [L] each; zero where a layer has no experts.
+
+    Args:
+        served_L: choices of each layer that reached an expert.
+    """
+    by_counts = {name: metric(counts_LE) for name, metric in LOAD_METRICS.items()}
+    return by_counts | {"dropped_share": dropped_share(counts_LE, served_L)}
 
 
-def load_scalars(counts_LE: np.ndarray, owns_L: np.ndarray) -> dict[str, float]:
+def load_scalars(counts_LE: np.ndarray, served_L: np.ndarray, owns_L: np.ndarray) -> dict[str, float]:
     """Every load metric as the mean over the layers that have experts.
 
     Args:
@@ -71,4 +86,4 @@ def load_scalars(counts_LE: np.ndarray, owns_L: np.ndarray) -> dict[str, float]:
         raise MetricError(
             f"layers {np.flatnonzero(~owns_L & counts_LE.any(axis=1)).tolist()} have counts but no experts"
         )
-    return {name: float(values_L[owns_L].mean()) for name, values_L in load_per_layer(counts_LE).items()}
+    return {name: float(values_L[owns_L].mean()) for name, values_L in load_per_layer(counts_LE, served_L).items()}

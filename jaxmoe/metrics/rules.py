@@ -78,7 +78,7 @@ DEFAULT_RULES: Mapping[str, MetricRule] = MappingProxyType(
         "mtp_acceptance": SUM_OF_PARTS,
         "router_entropy": SUM_OF_PARTS,
         "top1_weight": SUM_OF_PARTS,
-        "dropped_share": SUM_OF_PARTS,
+        "router_bias_range": SUM_OF_PARTS,
     }
 )
 

@@ -37,8 +37,10 @@ class LayerStats:
     Returned, never kept in the module, so that recomputation cannot count twice. Scanned layers add a first dim.
     """
 
-    router: RouterStats | None
-    indexer_loss_sum: jax.Array | None
+    router: RouterStats | None = None
+    served: jax.Array | None = None
+    """int32, choices of an expert, by valid tokens, that reached an expert held here."""
+    indexer_loss_sum: jax.Array | None = None
     """Sum over this rank's valid tokens of KL(attention || indexer). Differentiable."""
 
 
@@ -72,9 +74,9 @@ class Layer(nnx.Module):
         x_BSD = x_BSD + self._scaled(y_BSD)
         normed = self.mlp_norm(x_BSD)
         if not self.is_moe:
-            return x_BSD + self._scaled(self.mlp(normed)), LayerStats(None, loss)
-        y_BSD, stats = self.moe(normed, tokens, noise_key)
-        return x_BSD + self._scaled(y_BSD), LayerStats(stats, loss)
+            return x_BSD + self._scaled(self.mlp(normed)), LayerStats(indexer_loss_sum=loss)
+        y_BSD, stats, served = self.moe(normed, tokens, noise_key)
+        return x_BSD + self._scaled(y_BSD), LayerStats(stats, served, loss)
 
     def attend(self, x_BSD: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array | None]:
         """The attention, and this rank's part of its indexer's loss where there is one."""

@@ -24,7 +24,8 @@ class Experts(nnx.Module):
     Tokens of the ranks along (ep, tp) are gathered; each rank computes its experts (or its slice of the hidden width)
     for all of them; the sum over ranks goes back to the token's owner.
 
-    Layout: x_TD, expert_TK, weight_TK hold this rank's own tokens, in and out.
+    Layout: x_TD, expert_TK, weight_TK hold this rank's own tokens, in and out. Returned with the tokens: how many
+    choices reached an expert held here, int32, a part over every axis; all parts together are all choices.
     """
 
     def __init__(self, init: Init, *, over: tuple[str, ...]):
@@ -42,7 +43,7 @@ class Experts(nnx.Module):
         self.has_bias = moe.expert_bias
         self.over = over
 
-    def __call__(self, x_TD: jax.Array, expert_TK: jax.Array, weight_TK: jax.Array) -> jax.Array:
+    def __call__(self, x_TD: jax.Array, expert_TK: jax.Array, weight_TK: jax.Array) -> tuple[jax.Array, jax.Array]:
         x_TD = gather(x_TD, DISPATCH_AXES, dim=0)
         expert_TK = gather(expert_TK, DISPATCH_AXES, dim=0)
         weight_TK = gather(weight_TK, DISPATCH_AXES, dim=0)
@@ -50,6 +51,7 @@ class Experts(nnx.Module):
         held = gate_up.shape[0]
         local = expert_TK - rank(self.over) * held
         local = jnp.where((local >= 0) & (local < held), local, held)
+        served = jnp.sum(local < held, dtype=jnp.int32)
         dtype = x_TD.dtype
         bias = self.gate_up_bias_E2F[...].astype(dtype) if self.has_bias else None
         y_TD = expert_mlp(
@@ -57,16 +59,18 @@ class Experts(nnx.Module):
         )
         if self.has_bias:
             y_TD = y_TD + self._down_bias(local, weight_TK).astype(dtype)
-        return scatter_sum(y_TD, DISPATCH_AXES, dim=0)
+        return scatter_sum(y_TD, DISPATCH_AXES, dim=0), self._once(served)
+
+    def _once(self, value: jax.Array) -> jax.Array:
+        """`value`, which the ranks of tp hold alike where they split an expert's hidden width, as a part of a sum."""
+        return value if TP in self.over else jnp.where(rank(TP) == 0, value, 0)
 
     def _down_bias(self, local_TK: jax.Array, weight_TK: jax.Array) -> jax.Array:
         """Each token's weighted sum of the biases that this rank adds, [T, D]."""
         bias_ED = self.down_bias_ED[...]
         chosen_TKE = local_TK[..., None] == jnp.arange(bias_ED.shape[0])
         weight_TE = jnp.sum(jnp.where(chosen_TKE, weight_TK[..., None], 0), axis=1)
-        y_TD = weight_TE @ bias_ED.astype(weight_TE.dtype)
-        # With the hidden width split over tp every rank of tp holds the same bias: one of them adds it.
-        return y_TD if TP in self.over else jnp.where(rank(TP) == 0, y_TD, 0)
+        return self._once(weight_TE @ bias_ED.astype(weight_TE.dtype))
 
 
 class Moe(nnx.Module):
@@ -89,11 +93,14 @@ class Moe(nnx.Module):
             if moe.shared_expert_gate:
                 self.shared_gate_D = init.normal((init.model.d_model,), P())
 
-    def __call__(self, x_BSD: jax.Array, tokens: Tokens, noise_key: jax.Array | None) -> tuple[jax.Array, RouterStats]:
+    def __call__(
+        self, x_BSD: jax.Array, tokens: Tokens, noise_key: jax.Array | None
+    ) -> tuple[jax.Array, RouterStats, jax.Array]:
+        """Also what the router saw, and how many choices reached an expert here (see `Experts`)."""
         expert_BSK, weight_BSK, stats = self.router(x_BSD, tokens, noise_key)
         expert_BSK = jnp.where(tokens.valid_BS[..., None], expert_BSK, self.num_experts)
         batch, seq, width = x_BSD.shape
-        y_TD = self.experts(
+        y_TD, served = self.experts(
             x_BSD.reshape(batch * seq, width),
             expert_BSK.reshape(batch * seq, -1),
             weight_BSK.reshape(batch * seq, -1),
@@ -101,7 +108,7 @@ class Moe(nnx.Module):
         y_BSD = y_TD.reshape(batch, seq, width)
         if self.has_shared:
             y_BSD = y_BSD + self._shared(x_BSD)
-        return y_BSD, stats
+        return y_BSD, stats, served
 
     def _shared(self, x_BSD: jax.Array) -> jax.Array:
         y_BSD = self.shared(x_BSD)

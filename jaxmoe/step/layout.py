@@ -34,6 +34,8 @@ class Placement:
     decay: bool
     by_layer: bool
     """Gathered inside the scan over layers, not once per step."""
+    group: str
+    """The part of the model under which its gradient's norm is reported."""
     trained: bool
     """False: it stays as it is, its gradient is zero."""
 
@@ -153,6 +155,32 @@ def only_indexers(config: Config) -> bool:
     return dsa is not None and dsa.stage == "warmup"
 
 
+#: Module on a parameter's path -> its group; the first that stands on the path counts.
+_GROUPS = {
+    "router": "router",
+    "experts": "experts",
+    "attention": "attention",
+    "embedding": "embedding",
+    "head": "embedding",
+    "mlp": "dense",
+    "shared": "dense",
+    "moe": "dense",
+    "mtp": "dense",
+}
+
+
+def parameter_group(path: tuple[Any, ...]) -> str:
+    """embedding (with the head), attention, router, experts (routed), norms, or dense.
+
+    dense: MLPs without routing, the shared experts and their gate, the projection into an MTP depth. Norms are norms
+    wherever they stand; the indexer counts as attention.
+    """
+    modules = [str(step) for step in path[:-1]]
+    if any(module.endswith("norm") for module in modules):
+        return "norms"
+    return next(group for module, group in _GROUPS.items() if module in modules)
+
+
 def _placement(variable: nnx.Variable, sizes: dict[str, int], config: Config, path: tuple[Any, ...]) -> Placement:
     zero, in_trunk, in_layer = config.parallel.zero, path[0] == "trunk", path[0] in ("trunk", "lead", "mtp")
     spec, shape = variable.get_metadata("spec"), variable.get_raw_value().shape
@@ -168,6 +196,7 @@ def _placement(variable: nnx.Variable, sizes: dict[str, int], config: Config, pa
         gather_dim=max(fits, key=lambda d: local[d]) - len(shape) if split else -1,
         decay=variable.get_metadata("decay"),
         by_layer=zero == 3 and in_layer,
+        group=parameter_group(path),
         trained="indexer" in path or not only_indexers(config),
     )
 

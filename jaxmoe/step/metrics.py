@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,9 @@ from jaxmoe.metrics.rules import DEFAULT_RULES
 from jaxmoe.metrics.tracker import MoEMetricsTracker
 from jaxmoe.step.layout import Layout
 from jaxmoe.step.parts import MTP_ACCEPTANCE, Parts
+from jaxmoe.step.router_bias import bias_range, has_bias
+
+Tree = Any
 
 #: The logged names of the objective's terms.
 LOGGED_NAMES = {
@@ -35,9 +39,11 @@ def _owning_layers(layout: Layout, name: str) -> int:
     return sum(kind.is_moe for kind in plan.kinds)
 
 
-def record(layout: Layout, parts: Parts, dtype: jnp.dtype) -> MoEMetricsTracker:
+def record(layout: Layout, parts: Parts, router_bias: Tree, dtype: jnp.dtype) -> MoEMetricsTracker:
     """The step's per-layer values in a tracker, already weighted (`loss_scale=1`), not yet reduced."""
     values = {LOGGED_NAMES[name]: value for name, value in parts.terms.items()} | parts.metrics
+    if has_bias(layout.config):
+        values["router_bias_range"] = bias_range(layout, router_bias).astype(dtype)
     owning = {name: _owning_layers(layout, name) for name in values}
     rules = {name: DEFAULT_RULES[name] for name in values}
     tracker = MoEMetricsTracker.create(rules, len(layout.plan.kinds), owning, dtype).varying()
@@ -47,7 +53,9 @@ def record(layout: Layout, parts: Parts, dtype: jnp.dtype) -> MoEMetricsTracker:
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["values", "tracker", "expert_counts"], meta_fields=["owns_experts"]
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "tracker", "expert_counts", "served"],
+    meta_fields=["owns_experts"],
 )
 @dataclass(frozen=True)
 class StepMetrics:
@@ -58,6 +66,8 @@ class StepMetrics:
     tracker: MoEMetricsTracker
     expert_counts: jax.Array
     """int32 [slots, E], choices by valid tokens over the whole step."""
+    served: jax.Array
+    """int32 [slots], how many of these choices reached an expert."""
     owns_experts: tuple[bool, ...]
 
     def scalars(self) -> dict[str, float]:
@@ -67,10 +77,13 @@ class StepMetrics:
             del values["loss"], values["total_loss"]
         values |= self.tracker.scalars()
         if any(self.owns_experts):
-            values |= load_scalars(np.asarray(self.expert_counts), np.asarray(self.owns_experts))
+            values |= load_scalars(*self._load(), np.asarray(self.owns_experts))
         return values
 
     def per_layer(self) -> dict[str, np.ndarray]:
         """Per-layer values on the host, one slot per layer of the model; zero where a layer owns none."""
         values = self.tracker.per_layer()
-        return values | load_per_layer(np.asarray(self.expert_counts)) if any(self.owns_experts) else values
+        return values | load_per_layer(*self._load()) if any(self.owns_experts) else values
+
+    def _load(self) -> tuple[np.ndarray, np.ndarray]:
+        return jax.device_get((self.expert_counts, self.served))

@@ -44,6 +44,8 @@ class Parts:
     """Means over the valid tokens, or the targets, of the step, [L]; no part of J."""
     count_LE: jax.Array
     """int32, times each expert was chosen by a valid token."""
+    served_L: jax.Array
+    """int32, choices by valid tokens that reached an expert."""
     score_sum_LE: jax.Array
     """Pooled over the step, for `global_aux_loss`."""
     balance_count_LE: jax.Array
@@ -63,6 +65,7 @@ class Parts:
             terms=dict.fromkeys((name for name in terms if name != GLOBAL_AUX), zero_L),
             metrics=dict.fromkeys(metrics, zero_L),
             count_LE=zero_LE.astype(jnp.int32),
+            served_L=zero_L.astype(jnp.int32),
             score_sum_LE=zero_LE,
             balance_count_LE=zero_LE.astype(jnp.int32),
         )
@@ -108,7 +111,7 @@ def valid_by_slot(layout: Layout, counts: tuple[StepCounts, ...]) -> jax.Array:
 def to_slots(layout: Layout, stats: list[LayerStats], layer_ids: jax.Array) -> LayerStats:
     """Statistics per position of the period, [R, ...], as one with a slot per layer of the model, [L, ...]."""
     slots = len(layout.plan.kinds)
-    merged = LayerStats(None, None)
+    merged = LayerStats()
     for position, stat in enumerate(stats):
         # Padding repeats write out of bounds, which drops them.
         index = jnp.where(layer_ids < 0, slots, layer_ids + position)
@@ -132,7 +135,7 @@ def _merge(one: LayerStats, other: LayerStats) -> LayerStats:
     def both(a: Any, b: Any) -> Any:
         return b if a is None else a if b is None else jax.tree.map(jnp.add, a, b)
 
-    return LayerStats(both(one.router, other.router), both(one.indexer_loss_sum, other.indexer_loss_sum))
+    return LayerStats(**{name: both(value, vars(other)[name]) for name, value in vars(one).items()})
 
 
 def add_layer_stats(
@@ -140,7 +143,7 @@ def add_layer_stats(
 ) -> Parts:
     """Add one micro-batch's terms of layers, by slot, weighted. `weights` holds the scalars of this micro-batch."""
     if stats.router is not None:
-        parts = _add_router_stats(parts, layout, stats.router, valid_BS, weights)
+        parts = _add_router_stats(parts, layout, stats.router, valid_BS, weights).add(served_L=stats.served)
     if stats.indexer_loss_sum is not None:
         parts = parts.add(terms={INDEXER: weights[INDEXER] * stats.indexer_loss_sum})
     return parts

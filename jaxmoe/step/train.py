@@ -21,7 +21,7 @@ from jaxmoe.step.forward import Arrays, Forward
 from jaxmoe.step.gradients import add_step, all_hidden, objective_and_gradients, wide_dtype
 from jaxmoe.step.layout import Layout
 from jaxmoe.step.metrics import StepMetrics, record
-from jaxmoe.step.norms import clip_scale, global_norm
+from jaxmoe.step.norms import clip_scale, grouped_norms
 from jaxmoe.step.parts import Parts
 from jaxmoe.step.router_bias import updated_bias
 from jaxmoe.step.state import TrainState, optimizer_of, state_specs
@@ -80,7 +80,7 @@ def _gradient_pass(state: TrainState, arrays: Arrays) -> tuple[jax.Array, Parts,
 def _train(state: TrainState, arrays: Arrays) -> tuple[TrainState, StepMetrics, Tree]:
     layout, optimizer = state.layout, optimizer_of(state.layout)
     total, parts, raw_gradients, counts = _gradient_pass(state, arrays)
-    norm = global_norm(raw_gradients)
+    norm, group_norms = grouped_norms(raw_gradients, layout.map_placements(lambda placement: placement.group))
     applied = (counts.target_M.sum() > 0) & jnp.isfinite(norm) & jnp.isfinite(total)
     scale = clip_scale(norm, layout.config.optimizer.clip_norm)
     gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), raw_gradients)
@@ -99,14 +99,16 @@ def _train(state: TrainState, arrays: Arrays) -> tuple[TrainState, StepMetrics, 
             "loss": sum_partial(parts.cross_entropy, AXES),
             "total_loss": total,
             "grad_norm": norm,
+            **{f"grad_norm/{group}": value for group, value in group_norms.items()},
             "learning_rate": jnp.asarray(rate(_updates_done(state.opt_state)), norm.dtype),
             "target_tokens": counts.target_M.sum(),
             "valid_tokens": counts.valid_M.sum(),
             "skipped": ~applied,
             "skipped_in_a_row": skipped_in_a_row,
         },
-        tracker=record(layout, parts, wide_dtype(layout)).sync(),
+        tracker=record(layout, parts, state.router_bias, wide_dtype(layout)).sync(),
         expert_counts=expert_counts,
+        served=sum_partial(parts.served_L, AXES),
         owns_experts=tuple(kind.is_moe for kind in layout.plan.kinds),
     )
     state = replace(

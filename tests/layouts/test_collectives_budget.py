@@ -222,12 +222,13 @@ def test_axes_of_size_one_leave_no_collective_in_the_compiled_program():
 
 def test_an_added_collective_is_seen(monkeypatch):
     before = small(4, dp=2, tp=2)
-    real = jaxmoe.step.train.global_norm
+    real = jaxmoe.step.train.grouped_norms
 
-    def with_one_more(tree: Any) -> jax.Array:
-        return sum_partial(to_varying(real(tree), "dp"), "dp") / 2
+    def with_one_more(*trees: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        norm, by_group = real(*trees)
+        return sum_partial(to_varying(norm, "dp"), "dp") / 2, by_group
 
-    monkeypatch.setattr(jaxmoe.step.train, "global_norm", with_one_more)
+    monkeypatch.setattr(jaxmoe.step.train, "grouped_norms", with_one_more)
     jax.clear_caches()
     after = small(4, dp=2, tp=2)
     jax.clear_caches()

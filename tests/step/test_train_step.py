@@ -40,6 +40,23 @@ def test_initial_numbers_do_not_depend_on_the_mesh():
     assert len(np.unique(layers)) == layers.size
 
 
+def group_of(name: str) -> str:
+    """Written down once more, by name of the weight: the order of these lines is the rule."""
+    return next(
+        group
+        for part, group in (
+            ("scale", "norms"),
+            ("table", "embedding"),
+            ("weight_DV", "embedding"),
+            (".gate_DE", "router"),
+            (".experts.", "experts"),
+            (".attention.", "attention"),
+            ("", "dense"),
+        )
+        if part in name
+    )
+
+
 def test_one_update_is_that_of_optax_on_whole_arrays():
     state = cases.make_state(split_config(), 4)
     batch = cases.ragged_batch()
@@ -58,6 +75,12 @@ def test_one_update_is_that_of_optax_on_whole_arrays():
     norm = float(optax.tree.norm(gradient))
     assert norm > 0.1, "a norm below the limit would not be clipped"
     assert scalars["grad_norm"] == pytest.approx(norm, rel=1e-12)
+    by_group: dict[str, list] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        by_group.setdefault(group_of(".".join(str(step.key) for step in path)), []).append(leaf)
+    for group, leaves in by_group.items():
+        assert scalars[f"grad_norm/{group}"] == pytest.approx(float(optax.tree.norm(leaves)), rel=1e-12), group
+    assert sum(name.startswith("grad_norm/") for name in scalars) == len(by_group) == 6
     assert scalars["learning_rate"] == pytest.approx(0.01)
     assert (scalars["skipped"], int(new.step)) == (0, 1)
 

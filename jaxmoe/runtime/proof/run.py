@@ -59,12 +59,19 @@ def _placed(config: Config, start: Natural) -> TrainState:
 
 
 def _metrics(metrics: StepMetrics) -> dict[str, Natural]:
-    scalars = {name: np.asarray(value) for name, value in metrics.scalars().items()}
-    return {
-        "gradient norm": {"grad_norm": scalars.pop("grad_norm")},
-        "loss terms": scalars,
-        "per-layer metrics": {**metrics.per_layer(), "expert_counts": np.asarray(metrics.expert_counts)},
-    }
+    """All that a step reports, numbers of like size together."""
+    kinds: dict[str, Natural] = {"gradient norms": {}, "counts": {}, "scalar metrics": {}}
+    for name, value in metrics.scalars().items():
+        kind = (
+            "gradient norms"
+            if name.startswith("grad_norm")
+            else "counts"
+            if name.endswith("_tokens")
+            else "scalar metrics"
+        )
+        kinds[kind][name] = np.asarray(value)
+    kinds["counts"] |= {"expert_counts": np.asarray(metrics.expert_counts), "served": np.asarray(metrics.served)}
+    return kinds | {"per-layer metrics": metrics.per_layer()}
 
 
 def run_layout(config: Config, start: Natural, kind: BatchKind, seed: int) -> Outcome:
@@ -81,7 +88,10 @@ def run_layout(config: Config, start: Natural, kind: BatchKind, seed: int) -> Ou
         state, metrics, gradients = step(state, on_mesh)
         if number == 0:
             counts = np.asarray(metrics.expert_counts)
-            kinds |= _metrics(metrics) | {"gradients": _natural(state, gradients)}
+            kinds["gradients"] = _natural(state, gradients)
+        if number in (0, STEPS - 1):
+            # The first step has the weights of `start`; router biases and what skipped steps leave show in the last.
+            kinds |= {f"{kind}, step {number + 1}": values for kind, values in _metrics(metrics).items()}
     kinds["router bias"] = _natural(state, state.router_bias)
     kinds[f"parameters after {STEPS} steps"] = _natural(state, state.params)
     return Outcome(kinds, counts, time.monotonic() - begin)
