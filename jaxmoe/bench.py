@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from jaxmoe.config.errors import fail_on_user_error
 from jaxmoe.config.load import load_config
+from jaxmoe.runtime.environment import restart_with_huge_pages
 
 
 @fail_on_user_error()
@@ -30,4 +31,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    restart_with_huge_pages()
     sys.exit(main())

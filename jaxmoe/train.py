@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from jaxmoe.config import Config, fail_on_user_error, load_config
+from jaxmoe.runtime.environment import restart_with_huge_pages
 from jaxmoe.runtime.processes import Processes, add_arguments, find_place, joined
 from jaxmoe.runtime.progress import Display
 from jaxmoe.runtime.run_folder import RunFolder
@@ -93,6 +94,7 @@ def _train(
 
 
 if __name__ == "__main__":
+    restart_with_huge_pages()
     try:
         sys.exit(main())
     except KeyboardInterrupt:

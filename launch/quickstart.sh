@@ -32,8 +32,6 @@ if [ -n "$extra" ]; then
 else
     say "training on the CPU"
     export JAX_PLATFORMS=cpu
-    # Huge pages for large arrays: fewer page faults, measured faster steps (Linux; ignored elsewhere).
-    export GLIBC_TUNABLES="${GLIBC_TUNABLES:+$GLIBC_TUNABLES:}glibc.malloc.hugetlb=1"
 fi
 
 set_up_environment "demo${extra:+,$extra}"

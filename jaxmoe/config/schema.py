@@ -269,6 +269,8 @@ class Parallel(Section):
     """circular only: chunks of layers per stage."""
     remat: Literal["none", "dots", "layer"] = "layer"
     """What the backward pass recomputes: nothing, all but matrix products, or whole layers."""
+    unroll_layers: Size = 1
+    """Repeats of the scan over layers that are written out: fewer copies, more compile time and memory."""
 
 
 class Batch(Section):

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxmoe.config.schema import Config
+from jaxmoe.config.schema import Config, Parallel
 from jaxmoe.model.attention import Attention
 from jaxmoe.model.mla import LatentAttention
 from jaxmoe.model.mlp import Mlp
@@ -108,7 +108,7 @@ def scan_layers(
     layer_ids: jax.Array,
     noise_key: jax.Array | None,
     materialize: Materialize,
-    remat: str,
+    parallel: Parallel,
     has_padding: bool,
 ) -> tuple[jax.Array, list[LayerStats]]:
     """Run stacked layers in order: all of the first repeat of the period, then the second, ...
@@ -116,6 +116,7 @@ def scan_layers(
     Args:
         period: one stacked `Layer` per position of the period; arrays are [R, ...], R repeats held here.
         layer_ids: int32 [R], number of the first layer of each repeat; -1 is a padding repeat, which is skipped.
+        parallel: its `remat` and `unroll_layers`.
         has_padding: whether any rank holds padding repeats; only then is each repeat run through `lax.cond`.
 
     Returns the hidden states and, per position of the period, statistics with a first dim R.
@@ -130,7 +131,7 @@ def scan_layers(
             stats.append(stat)
         return x, stats
 
-    run = rematerialized(run, remat)
+    run = rematerialized(run, parallel.remat)
 
     def body(x: jax.Array, inputs: tuple[Any, jax.Array]) -> tuple[jax.Array, list[LayerStats]]:
         weights, layer_id = inputs
@@ -139,4 +140,4 @@ def scan_layers(
         _, types = jax.eval_shape(run, x, weights, layer_id)
         return jax.lax.cond(layer_id >= 0, run, lambda x, *_: (x, jax.tree.map(zeros_of, types)), x, weights, layer_id)
 
-    return jax.lax.scan(body, x_BSD, (state, layer_ids))
+    return jax.lax.scan(body, x_BSD, (state, layer_ids), unroll=parallel.unroll_layers)

@@ -1,6 +1,7 @@
 """Normalisation over the last dim."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,14 @@ def at_least_float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
+@partial(jax.checkpoint, static_argnums=2, prevent_cse=False)
+def _rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+    """Recomputed in the backward pass: kept for it are x and the result alone, not two more arrays of that size."""
+    wide = at_least_float32(x)
+    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return (normed * scale_D.astype(wide.dtype)).astype(x.dtype)
+
+
 class RmsNorm(nnx.Module):
     """x / rms(x) * scale, computed in at least float32, returned in the dtype of x.
 
@@ -29,9 +38,7 @@ class RmsNorm(nnx.Module):
         self.eps = init.model.norm_eps if eps is None else eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = at_least_float32(x)
-        normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return (normed * self.scale_D[...].astype(wide.dtype)).astype(x.dtype)
+        return _rms_norm(x, self.scale_D[...], self.eps)
 
 
 class ProjectionNorm(nnx.Module):

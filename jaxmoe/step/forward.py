@@ -62,7 +62,7 @@ class Forward:
             layer_ids=layer_ids,
             noise_key=self.noise_key,
             materialize=self.layout.collect_layer,
-            remat=self.layout.config.parallel.remat,
+            parallel=self.layout.config.parallel,
             has_padding=self.layout.has_padding,
         )
         return x_BSD, to_slots(self.layout, stats, layer_ids)

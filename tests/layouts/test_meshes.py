@@ -17,7 +17,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "tp_beyond_kv_heads_dp_fsdp": {"tp": 4, "dp": 2, "zero": 3},
     "sp_tp_zigzag": {"sp": 4, "tp": 2, "sp_placement": "zigzag"},
     "sp_tp_dp_ulysses": {"sp": 2, "tp": 2, "dp": 2, "sp_attention": "ulysses", "zero": 3},
-    "ep_sp_zigzag": {"ep": 4, "sp": 2, "sp_placement": "zigzag", "remat": "none"},
+    "ep_sp_zigzag": {"ep": 4, "sp": 2, "sp_placement": "zigzag", "remat": "none", "unroll_layers": 2},
     "pp_tp_dp": {"pp": 2, "tp": 2, "dp": 2, "microbatches": 4},
     "pp_padded_sp": {"pp": 4, "sp": 2, "layers": 6, "microbatches": 4, "zero": 0},
     "pp_circular_ep_sp_fsdp": {

@@ -119,7 +119,8 @@ def _report(plan: Plan, comparisons: Sequence[Comparison], config: Config, dtype
         )
     failed = sum(not c.passes(tolerance) for c in comparisons)
     verdict = "[green]PASS[/]" if not failed else f"[red]FAIL[/]: {failed} of"
-    console.print(f"{verdict} {len(comparisons)} comparisons of {len({c.layout for c in comparisons})} layouts.")
+    count = len({c.layout for c in comparisons})
+    console.print(f"{verdict} {len(comparisons)} comparisons of {count} layout{'' if count == 1 else 's'}.")
 
 
 def _write_json(path: str, comparisons: Sequence[Comparison], tolerance: float, dtype: str) -> None:
