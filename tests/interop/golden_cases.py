@@ -11,8 +11,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
+from jaxmoe.kernels.sparse_attention import Marks, chosen_keys, index_scores, visible
 from jaxmoe.model.norm import at_least_float32
-from jaxmoe.spmd.axes import POSITION_AXES, ROW_AXES
+from jaxmoe.spmd.axes import POSITION_AXES, ROW_AXES, TP
+from jaxmoe.spmd.collectives import own_piece
 from jaxmoe.spmd.program import manual
 from jaxmoe.step.state import TrainState, state_specs
 
@@ -99,17 +101,32 @@ def _routing(layer: Any, normed: jax.Array, tokens: Any) -> tuple[jax.Array, ...
     return logits, jnp.take_along_axis(expert, order, -1), jnp.take_along_axis(weight, order, -1), stats
 
 
+def _index(attention: Any, normed: jax.Array, tokens: Any) -> tuple[jax.Array, jax.Array]:
+    """Scores of the indexer where a query may see a key (0 elsewhere), and the keys that it chooses, [B, S, T]."""
+    indexer = attention.indexer(normed, attention.query_source(normed), tokens)
+    own = (own_piece(value, TP, dim=1) for value in (tokens.segment_BQ, tokens.position_BQ))
+    marks = Marks(*own, tokens.segment_BT, tokens.position_BT)
+    scores = index_scores(indexer.q_BSJI, indexer.w_BSJ, indexer.k_BTI, relu=indexer.relu)
+    chosen = chosen_keys(indexer, marks, attention.dsa.index_topk)
+    selected = jax.nn.one_hot(chosen, scores.shape[-1], dtype=jnp.int32).sum(axis=2)
+    return jnp.where(visible(marks), scores, 0), selected
+
+
 def _look(state: TrainState, fields: dict[str, jax.Array]) -> dict[str, jax.Array]:
     layout = state.layout
     model = layout.merge(layout.collect_once(state.params), state.router_bias)
     tokens = model.tokens(fields["ids"], fields["positions"], fields["segment_ids"])
     x = model.embedding(fields["inputs"], model.dtype)
     found: dict[str, list] = {name: [] for name in ("hidden", "attn_out", "mlp_out", "router_logits")}
-    found |= {name: [] for name in ("topk_idx", "topk_weight")}
+    found |= {name: [] for name in ("topk_idx", "topk_weight", "index_scores", "index_selected")}
     found["hidden"].append(x)
     factor = state.config.model.residual_multiplier
     for layer in _layers(model):
         attended, _ = layer.attend(layer.attention_norm(x), tokens)
+        if state.config.model.attention.dsa is not None:
+            scores, selected = _index(layer.attention, layer.attention_norm(x), tokens)
+            found["index_scores"].append(scores)
+            found["index_selected"].append(selected)
         normed = layer.mlp_norm(x + factor * attended)
         mixed = layer.moe(normed, tokens, None)[0] if layer.is_moe else layer.mlp(normed)
         x = layer(x, tokens, None)[0]
@@ -134,6 +151,7 @@ def look(state: TrainState, fields: dict[str, np.ndarray]) -> dict[str, np.ndarr
     has_experts = state.config.model.moe is not None
     names = ["hidden", "attn_out", "mlp_out", "final_hidden"]
     names += ["router_logits", "topk_idx", "topk_weight"] if has_experts else []
+    names += ["index_scores", "index_selected"] if state.config.model.attention.dsa is not None else []
     out = dict.fromkeys(names, P(None, ROW_AXES, POSITION_AXES))
     specs = state_specs(state.config, state.mesh)
     inputs = dict.fromkeys(batch, P(ROW_AXES, POSITION_AXES))

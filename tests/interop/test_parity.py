@@ -60,6 +60,10 @@ def check_inside(state, fields, arrays):
         if name in arrays and arrays[name].size:
             got = found[name][:rows] if name == "final_hidden" else found[name][:, :rows]
             goldens.close(got, arrays[name], name, live)
+    if "index_scores" in arrays:
+        got = {name: found[name][:, :rows] for name in ("index_scores", "index_selected")}
+        goldens.close(got["index_scores"], arrays["index_scores"], "index_scores", live)
+        np.testing.assert_array_equal(got["index_selected"][:, live], arrays["index_selected"][:, live])
     if "topk_idx" in arrays and arrays["topk_idx"].size:
         np.testing.assert_array_equal(found["topk_idx"][:, :rows][:, live], arrays["topk_idx"][:, live])
         weights = [value[:, live] for value in (found["topk_weight"][:, :rows], arrays["topk_weight"])]
