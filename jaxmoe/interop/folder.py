@@ -118,7 +118,7 @@ def _files(folder: Path) -> dict[str, str]:
     try:
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         pairs = [(str(name), str(file)) for name, file in files.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{index}: is no index of safetensors ({type(error).__name__}: {error})") from None
     problems = []
     for file in sorted({file for _, file in pairs}):

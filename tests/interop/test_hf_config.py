@@ -34,7 +34,40 @@ REFUSED = [
     ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
     ("glm4_moe", {"topk_method": "greedy"}, "topk_method='greedy'"),
     ("granitemoe", {"shared_intermediate_size": 8}, "shared_intermediate_size=8"),
+    ("glm4_moe", {"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25"),
+    ("llama", {"rope_theta": 5.0}, "rope_theta=5.0: and rope_parameters.rope_theta=10000.0 contradict each other"),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 8.0}}, "rope_scaling="),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters.factor: is missing"),
+    ("qwen3_moe", {"num_experts": 16, "num_local_experts": 8}, "num_local_experts=8: and num_experts=16 contradict"),
     ("gpt_oss", {"model_type": "gpt_oss_2"}, "model_type='gpt_oss_2'"),
+]
+#: Values of the wrong type, one for each way in which fields are read.
+WRONG_TYPE = [
+    ("qwen3_moe", "num_hidden_layers", 2.5),
+    ("qwen3_moe", "num_hidden_layers", True),
+    ("qwen3_moe", "num_attention_heads", 0),
+    ("qwen3_moe", "rms_norm_eps", "nan"),
+    ("qwen3_moe", "rms_norm_eps", float("nan")),
+    ("qwen3_moe", "attention_bias", "false"),
+    ("qwen3_moe", "use_sliding_window", "false"),
+    ("qwen3_moe", "mlp_only_layers", 3),
+    ("qwen3_moe", "mlp_only_layers", ["1"]),
+    ("qwen3_moe", "decoder_sparse_step", 0.5),
+    ("qwen3_moe", "max_position_embeddings", "4096"),
+    ("qwen3_moe", "rope_parameters", [1]),
+    ("qwen3_moe", "rope_parameters.rope_theta", "big"),
+    ("qwen3_moe", "rope_parameters.rope_type", ["yarn"]),
+    ("qwen3_moe", "partial_rotary_factor", "half"),
+    ("gpt_oss", "rope_parameters.factor", "4"),
+    ("gpt_oss", "rope_parameters.factor", None),
+    ("gpt_oss", "rope_parameters.truncate", "no"),
+    ("gpt_oss", "rope_parameters.beta_fast", float("inf")),
+    ("qwen2_moe", "max_window_layers", "2"),
+    ("qwen2_moe", "layer_types", 7),
+    ("deepseek_v3", "first_k_dense_replace", -1),
+    ("deepseek_v3", "rope_interleave", 1),
+    ("llama", "model_type", ["llama"]),
+    ("llama", "dtype", ["float32"]),
 ]
 MISSING = ["hidden_size", "num_hidden_layers", "rms_norm_eps", "num_attention_heads", "num_local_experts"]
 
@@ -57,6 +90,22 @@ def test_what_would_change_the_numbers_is_refused_by_name(family, change, named,
     with pytest.raises(ConfigError) as caught:
         jaxmoe.load_hf_config(changed(family, tmp_path, change))
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(("family", "name", "value"), WRONG_TYPE)
+def test_a_value_of_the_wrong_type_is_refused_by_name(family, name, value, tmp_path):
+    section, _, key = name.rpartition(".")
+    change = {section: {**read_hf_config(FOLDER / family)[section], key: value}} if section else {name: value}
+    with pytest.raises(ConfigError) as caught:
+        jaxmoe.load_hf_config(changed(family, tmp_path, change))
+    assert f"{name}=" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [b"not json", b"", b"[]", b"\xff{}", b"[" * 100_000])
+def test_a_file_that_is_no_object_is_refused(text, tmp_path):
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(UserError, match=r"config\.json: (cannot be read as JSON|holds no JSON object)"):
+        jaxmoe.load_hf_config(tmp_path)
 
 
 def test_all_problems_come_at_once(tmp_path):

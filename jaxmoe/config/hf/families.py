@@ -35,7 +35,7 @@ def _bias(name: str, default: bool, *, output: bool = True) -> Piece:
     """One switch for the biases of q, k and v, and with `output` of the projection back."""
 
     def decode(fields: Fields) -> Tree:
-        found = bool(fields.get(name, default))
+        found = fields.flag(name, default)
         return {"attention": {"qkv_bias": found, "output_bias": found and output}}
 
     return Piece(decode, lambda model: {name: model.attention.qkv_bias})
@@ -59,6 +59,8 @@ def _experts(number: tuple[str, ...], width: str, **router: Any) -> Piece:
         found = [fields.get(name) for name in number if name in fields.values]
         if not found:
             fields.get(number[-1])
+        elif len(found) > 1:
+            fields.agree(number[0], number[-1], *found)
         moe = {
             "num_experts": found[0] if found else 1,
             "experts_per_token": fields.get("num_experts_per_tok"),
@@ -317,10 +319,10 @@ GPT_OSS = Family(
 
 
 def _ernie_experts_decode(fields: Fields) -> Tree:
-    layers = fields.number("num_hidden_layers")
-    first, last = fields.number("moe_layer_start_index", 1), fields.number("moe_layer_end_index", -1)
+    layers = fields.whole("num_hidden_layers")
+    first, last = fields.whole("moe_layer_start_index", 1), fields.whole("moe_layer_end_index", -1, at_least=-1)
     last = layers - 1 if last == -1 else last
-    interval = fields.number("moe_layer_interval", 1)
+    interval = fields.whole("moe_layer_interval", 1, at_least=1)
     moe = {
         "num_experts": fields.get("moe_num_experts"),
         "experts_per_token": fields.get("moe_k"),

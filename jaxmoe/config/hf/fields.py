@@ -1,5 +1,6 @@
 """The fields of one config.json, which remembers what was read, and the pieces that translate some of them."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,12 +15,17 @@ REQUIRED: Final = ABSENT
 
 
 class Fields:
-    """The fields of a config.json. Problems are collected, so that a user sees all of them at once."""
+    """The fields of a config.json. Problems are collected, so that a user sees all of them at once.
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    `get` hands on what the schema checks later. What is computed with here is read by its type: where the value is of
+    another one that is a problem, and something usable stands in for it.
+    """
+
+    def __init__(self, values: Mapping[str, Any], place: str = "", problems: list[Problem] | None = None) -> None:
         self.values = dict(values)
+        self.place = place
         self.read: set[str] = set()
-        self.problems: list[Problem] = []
+        self.problems: list[Problem] = [] if problems is None else problems
 
     def get(self, name: str, default: Any = REQUIRED) -> Any:
         """The value of a field, or the default where the file leaves it out; a `null` is a value."""
@@ -32,13 +38,43 @@ class Fields:
         return default
 
     def number(self, name: str, default: Any = REQUIRED) -> Any:
-        """As `get`, for a field that must be a number; the number 1 stands in for what is none."""
+        """A finite number; 1 stands in. A default of None allows `null`."""
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            if name in self.values:
-                self.refuse(name, value, "must be a number", "correct it")
-            return 1
+        if value is None and default is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            return self._wrong(name, value, "must be a number", 1)
         return value
+
+    def whole(self, name: str, default: Any = REQUIRED, *, at_least: int = 0) -> Any:
+        """A whole number; the larger of 1 and `at_least` stands in. A default of None allows `null`."""
+        value = self.get(name, default)
+        if value is None and default is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+            return self._wrong(name, value, f"must be a whole number >= {at_least}", max(1, at_least))
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false; `null` is false."""
+        value = self.get(name, default)
+        if value is not None and not isinstance(value, bool):
+            return self._wrong(name, value, "must be true or false", False)
+        return bool(value)
+
+    def listed(self, name: str, kind: type) -> list[Any] | None:
+        """A list of `kind`; None where there is none, or an empty one."""
+        value = self.get(name, None)
+        if value is not None and not (isinstance(value, list) and all(type(item) is kind for item in value)):
+            return self._wrong(name, value, f"must be a list of {kind.__name__}", None)
+        return value or None
+
+    def section(self, name: str) -> "Fields | None":
+        """The fields of an object, whose problems are this one's; None where there is none, or an empty one."""
+        value = self.get(name, None)
+        if value is not None and not isinstance(value, Mapping):
+            return self._wrong(name, value, "must be an object", None)
+        return Fields(value, f"{self.place}{name}.", self.problems) if value else None
 
     def expect(self, name: str, value: Any, default: Any = None) -> None:
         """The field must have the one value that is supported."""
@@ -46,10 +82,21 @@ class Fields:
         if found != value:
             self.refuse(name, found, "would change the numbers, and is not supported", f"only {value!r} is")
 
+    def agree(self, name: str, other: str, one: Any, two: Any) -> None:
+        """Two spellings of the same field must say the same, where both are there."""
+        if one is not None and two is not None and one != two:
+            self.refuse(name, one, f"and {other}={two!r} contradict each other", "remove the one that is wrong")
+
     def refuse(self, name: str, value: Any, rule: str, fix: str) -> None:
         # Many pieces may read a field that is missing.
-        if name not in (problem.path for problem in self.problems):
-            self.problems.append(Problem(name, value, rule, fix))
+        path = self.place + name
+        if path not in (problem.path for problem in self.problems):
+            self.problems.append(Problem(path, value, rule, fix))
+
+    def _wrong(self, name: str, value: Any, rule: str, instead: Any) -> Any:
+        if name in self.values:
+            self.refuse(name, value, rule, "correct it")
+        return instead
 
     def unread(self) -> list[str]:
         """Fields that nobody asked for, in the order of the file."""

@@ -16,7 +16,7 @@ def _latent_decode(fields: Fields) -> Tree:
         "qk_nope_head_dim": nope,
         "qk_rope_head_dim": rope,
         "v_head_dim": fields.number("v_head_dim"),
-        "rope_interleaved": bool(fields.get("rope_interleave", True)),
+        "rope_interleaved": fields.flag("rope_interleave", True),
     }
     return {"attention": {"num_heads": heads, "num_kv_heads": heads, "head_dim": nope + rope, "mla": mla}}
 
@@ -42,7 +42,7 @@ LATENT_HEADS = Piece(_latent_decode, _latent_encode)
 
 
 def _indexer_decode(fields: Fields) -> Tree:
-    layers, dense = fields.number("num_hidden_layers"), fields.number("first_k_dense_replace")
+    layers, dense = fields.whole("num_hidden_layers"), fields.whole("first_k_dense_replace")
     # Said twice by files of version 5; another pattern would be another model.
     fields.expect("layer_types", ["indexed_attention"] * layers)
     fields.expect("mlp_layer_types", ["dense"] * dense + ["sparse"] * (layers - dense))

@@ -19,13 +19,13 @@ HARMLESS = frozenset(
 
 
 def _heads_decode(fields: Fields) -> Tree:
-    heads = fields.number("num_attention_heads")
+    heads = fields.whole("num_attention_heads", at_least=1)
     head_dim = fields.get("head_dim", None)
     return {
         "attention": {
             "num_heads": heads,
             "num_kv_heads": fields.get("num_key_value_heads", None) or heads,
-            "head_dim": head_dim if head_dim is not None else fields.number("hidden_size") // heads,
+            "head_dim": head_dim if head_dim is not None else fields.whole("hidden_size") // heads,
         }
     }
 
@@ -91,15 +91,16 @@ def rope(theta: float = 10_000.0, fraction: float = 1.0) -> Piece:
     """
 
     def decode(fields: Fields) -> Tree:
-        place = "rope_parameters" if fields.get("rope_parameters", None) else "rope_scaling"
-        inner = fields.get(place, None) or {}
-        fields.read.update(("rope_parameters", "rope_scaling"))
-        found_theta = fields.get("rope_theta", None)
-        found_theta = inner.get("rope_theta", theta if found_theta is None else found_theta)
-        share = fields.get("partial_rotary_factor", None)
-        share = inner.get("partial_rotary_factor", fraction if share is None else share)
-        section: Tree = {"theta": float(found_theta), "fraction": float(share)}
-        scaling = _scaling(fields, inner, place)
+        new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
+        if new and old:
+            said = {"rope_type" if name == "type" else name: value for name, value in old.values.items()}
+            fields.agree("rope_scaling", "rope_parameters", said, {name: new.values.get(name) for name in said})
+        inner = new or old or Fields({})
+        section: Tree = {
+            "theta": float(_either(fields, inner, "rope_theta", theta)),
+            "fraction": float(_either(fields, inner, "partial_rotary_factor", fraction)),
+        }
+        scaling = _scaling(fields, inner)
         return {"attention": {"rope": section | ({"scaling": scaling} if scaling else {})}}
 
     def encode(model: Model) -> Tree:
@@ -110,36 +111,38 @@ def rope(theta: float = 10_000.0, fraction: float = 1.0) -> Piece:
     return Piece(decode, encode)
 
 
-def _scaling(fields: Fields, inner: Tree, place: str) -> Tree | None:
-    kind = inner.get("rope_type", inner.get("type", "default"))
-    if kind in ("default", None):
-        allowed: set[str] = set()
-    elif kind in _SCALING:
-        allowed = {theirs for theirs, _ in _SCALING[kind].values()}
-        allowed |= {"mscale", "mscale_all_dim"} if kind == "yarn" else set()
-    else:
-        kinds = ", ".join(["default", *_SCALING])
-        fields.refuse(
-            f"{place}.rope_type", kind, "is a kind of rotary scaling that is not supported", f"known: {kinds}"
-        )
+def _either(fields: Fields, inner: Fields, name: str, default: float) -> float:
+    """A number that stands in the rotary section or, in released files, beside it."""
+    one, two = fields.number(name, None), inner.number(name, None)
+    fields.agree(name, f"{inner.place}{name}", one, two)
+    return next((value for value in (two, one) if value is not None), default)
+
+
+def _scaling(fields: Fields, inner: Fields) -> Tree | None:
+    spelling = "rope_type" if "rope_type" in inner.values else "type"
+    kind = inner.get(spelling, None) or "default"
+    kinds = ["default", *_SCALING]
+    if kind not in kinds:
+        rule = "is a kind of rotary scaling that is not supported"
+        inner.refuse("rope_type", kind, rule, f"known: {', '.join(kinds)}")
         return None
-    for key in inner:
-        if key not in allowed | _COMMON_KEYS:
-            fields.refuse(
-                f"{place}.{key}", inner[key], f"is not understood for rope_type={kind}", "remove it if unused"
-            )
-    if kind in ("default", None):
+    allowed = _COMMON_KEYS | {theirs for theirs, _ in _SCALING.get(kind, {}).values()}
+    allowed |= {"mscale", "mscale_all_dim"} if kind == "yarn" else set()
+    for key in inner.values:
+        if key not in allowed:
+            inner.refuse(key, inner.values[key], f"is not understood for rope_type={kind}", "remove it if unused")
+    if kind == "default":
         return None
-    length = inner.get("original_max_position_embeddings") or fields.get("max_position_embeddings")
-    section: Tree = {"type": kind, "factor": float(inner.get("factor", 1.0)), "original_seq_len": length}
+    length = inner.get("original_max_position_embeddings", None) or fields.get("max_position_embeddings")
+    section: Tree = {"type": kind, "factor": float(inner.number("factor")), "original_seq_len": length}
     for ours, (theirs, default) in _SCALING[kind].items():
-        value = inner.get(theirs, default)
-        value = float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        value = inner.flag(theirs, default) if isinstance(default, bool) else inner.number(theirs, default)
         if value != default:
-            section[ours] = value
+            section[ours] = value if isinstance(value, bool) else float(value)
     # Both or none: one alone is ignored by the library's factor on cos and sin.
-    if inner.get("mscale") and inner.get("mscale_all_dim"):
-        section |= {name: float(inner[name]) for name in ("mscale", "mscale_all_dim")}
+    mscale, mscale_all_dim = inner.number("mscale", None), inner.number("mscale_all_dim", None)
+    if mscale and mscale_all_dim:
+        section |= {"mscale": float(mscale), "mscale_all_dim": float(mscale_all_dim)}
     return section
 
 
@@ -178,11 +181,11 @@ def windows(
     """
 
     def decode(fields: Fields) -> Tree:
-        on = bool(fields.get("use_sliding_window", False)) if switch else True
+        on = fields.flag("use_sliding_window", False) if switch else True
         window = fields.get("sliding_window", window_default)
-        first = fields.get("max_window_layers", first_default)
-        layers = fields.number("num_hidden_layers")
-        types = fields.get("layer_types", None) if slides else None
+        first = fields.whole("max_window_layers", first_default)
+        layers = fields.whole("num_hidden_layers")
+        types = fields.listed("layer_types", str) if slides else None
         if types:
             known = ("full_attention", "sliding_attention")
             if len(types) != layers or any(kind not in known for kind in types):
@@ -234,7 +237,7 @@ def dense_width(model: Model) -> int:
 
 
 def _first_dense_decode(fields: Fields) -> Tree:
-    dense, layers = fields.number("first_k_dense_replace"), fields.number("num_hidden_layers")
+    dense, layers = fields.whole("first_k_dense_replace"), fields.whole("num_hidden_layers")
     return {"moe": layer_tree([i >= dense for i in range(layers)])}
 
 
@@ -245,8 +248,8 @@ FIRST_DENSE = Piece(
 
 
 def _sparse_step_decode(fields: Fields) -> Tree:
-    step, layers = fields.number("decoder_sparse_step", 1), fields.number("num_hidden_layers")
-    dense = fields.get("mlp_only_layers", None) or []
+    step, layers = fields.whole("decoder_sparse_step", 1), fields.whole("num_hidden_layers")
+    dense = fields.listed("mlp_only_layers", int) or []
     return {"moe": layer_tree([step > 0 and (i + 1) % step == 0 and i not in dense for i in range(layers)])}
 
 
