@@ -5,10 +5,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxmoe.config.errors import UserError
@@ -76,34 +78,57 @@ def shards(tensors: Sequence[Tensor], dtypes: Mapping[str, str], limit: int) -> 
 def write_folder(
     path: str | os.PathLike[str],
     config: Mapping[str, Any],
-    tensors: Sequence[Tensor],
+    cut: Sequence[Sequence[Tensor]],
     dtypes: Mapping[str, str],
     fetch: Fetch,
     *,
     tokenizer_from: Path | None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    write: bool = True,
+    process: int = 0,
+    failed_first: Callable[[bool], bool] | None = None,
 ) -> None:
     """Writes a new folder under a temporary name and renames it when complete.
 
     Args:
+        cut: the tensors of each file, as `shards` gives them.
         dtypes: the file's dtype of each tensor, by name.
         tokenizer_from: folder whose tokenizer files are copied.
-        write: False on all processes but one; they only take part in `fetch`.
+        process: process 0 writes; others only take part in `fetch`.
+        failed_first: with several processes, what process 0 passes to it comes out of it in all of them.
 
-    Raises: UserError when the folder exists and is not empty.
+    Raises: UserError when the folder exists and is not empty, or cannot be written; in every process.
     """
-    target = Path(path)
-    if not write:
-        for _ in tensor_values(tensors, fetch):
+    values, failure = tensor_values([tensor for own in cut for tensor in own], fetch), None
+    if process == 0:
+        try:
+            _write(Path(path), config, cut, dtypes, values, tokenizer_from)
+        except UserError as error:
+            failure = error
+        except (OSError, SafetensorError) as error:
+            failure = UserError(f"{path}: cannot be written ({error}); choose another folder, or make room")
+    if failed_first:
+        # The others wait in `fetch` for this one.
+        for _ in values:
             pass
-        return
+        if failed_first(failure is not None) and failure is None:
+            failure = UserError(f"{path}: is not written; process 0 says why")
+    if failure:
+        raise failure
+
+
+def _write(
+    target: Path,
+    config: Mapping[str, Any],
+    cut: Sequence[Sequence[Tensor]],
+    dtypes: Mapping[str, str],
+    values: Iterator[tuple[str, np.ndarray]],
+    tokenizer_from: Path | None,
+) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target}: exists already; choose another folder, nothing is overwritten")
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        _write_weights(temporary, tensors, dtypes, fetch, max_shard_bytes)
+        _write_weights(temporary, cut, dtypes, values)
         _write_json(temporary / CONFIG_FILE, config)
         for name in TOKENIZER_FILES if tokenizer_from else ():
             if tokenizer_from is not None and (tokenizer_from / name).is_file():
@@ -118,13 +143,15 @@ def write_folder(
 
 
 def _write_weights(
-    folder: Path, tensors: Sequence[Tensor], dtypes: Mapping[str, str], fetch: Fetch, limit: int
+    folder: Path,
+    cut: Sequence[Sequence[Tensor]],
+    dtypes: Mapping[str, str],
+    values: Iterator[tuple[str, np.ndarray]],
 ) -> None:
-    cut = shards(tensors, dtypes, limit)
     files, total = {}, 0
     for number, own in enumerate(cut, start=1):
         file = SINGLE_FILE if len(cut) == 1 else f"model-{number:05d}-of-{len(cut):05d}.safetensors"
-        arrays = {name: cast(name, value, dtypes[name]) for name, value in tensor_values(own, fetch)}
+        arrays = {name: cast(name, value, dtypes[name]) for name, value in islice(values, len(own))}
         save_file(arrays, folder / file, metadata={"format": "pt"})
         files |= dict.fromkeys(arrays, file)
         total += sum(array.nbytes for array in arrays.values())

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,7 +21,7 @@ from jaxmoe.config.trees import merge_trees
 from jaxmoe.interop.folder import WeightFiles
 from jaxmoe.interop.load import load_parameters
 from jaxmoe.interop.names import NAMES, Names
-from jaxmoe.interop.save import FILE_DTYPES, MAX_SHARD_BYTES, tensor_values, write_folder
+from jaxmoe.interop.save import FILE_DTYPES, MAX_SHARD_BYTES, shards, tensor_values, write_folder
 from jaxmoe.interop.tensors import Stacking, Tensor, flat_parameters, list_tensors, nested_parameters
 from jaxmoe.model.plan import layer_plan
 from jaxmoe.spmd.axes import AXES, DP, EP, PP
@@ -146,7 +147,8 @@ def save_hf(
         dtype: bfloat16, float16, float32 or float64 for all weights; router biases are float32 at least.
         max_shard_bytes: larger checkpoints are cut into files with an index.
 
-    Raises: UserError when the folder exists, `model.from_hf` does not, or no family can express the model.
+    Raises: UserError, in all processes, when the folder exists or cannot be written, `model.from_hf` does not exist, or
+        no family can express the model.
     """
     config = state.config
     source = config.model.from_hf
@@ -166,13 +168,17 @@ def save_hf(
     write_folder(
         path,
         hf_config(config.model, chosen, values),
-        tensors,
+        shards(tensors, dtypes, max_shard_bytes),
         dtypes,
         lambda tensor: _on_host(leaves[tensor.path], tensor.place),
         tokenizer_from=Path(source) if source else None,
-        max_shard_bytes=max_shard_bytes,
-        write=jax.process_index() == 0,
+        process=jax.process_index(),
+        failed_first=_said_by_first if jax.process_count() > 1 else None,
     )
+
+
+def _said_by_first(value: bool) -> bool:
+    return bool(multihost_utils.broadcast_one_to_all(np.bool_(value)))
 
 
 def _merged(state: TrainState) -> Tree:

@@ -7,6 +7,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 import jaxmoe
@@ -140,6 +141,25 @@ def test_a_number_too_large_for_float16_is_an_error_and_leaves_nothing(tmp_path)
     with pytest.raises(UserError, match="does not fit in float16"):
         jaxmoe.save_hf(state, tmp_path / "out", dtype="float16")
     assert [item.name for item in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error")])
+def test_a_full_disk_is_an_error_and_leaves_nothing(error, tmp_path, monkeypatch):
+    def full(arrays, path, metadata):
+        path.write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr("jaxmoe.interop.save.save_file", full)
+    with pytest.raises(UserError, match="cannot be written"):
+        jaxmoe.save_hf(one_device(goldens.FOLDER / "llama"), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_way_of_a_folder_is_an_error(tmp_path):
+    (tmp_path / "note").write_text("mine")
+    with pytest.raises(UserError, match="cannot be written"):
+        jaxmoe.save_hf(one_device(goldens.FOLDER / "llama"), tmp_path / "note" / "out")
+    assert [item.name for item in tmp_path.iterdir()] == ["note"]
 
 
 def test_nothing_is_overwritten(tmp_path):
