@@ -159,10 +159,14 @@ _DEEPSEEK = Names(
     MTP_COPIES,
 )
 
+_DEEPSEEK_SPARSE = Names(TOP, (*_DEEPSEEK.layer, *INDEXER), MTP, MTP_COPIES)
+
 NAMES: dict[str, Names] = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
-    "deepseek_v32": Names(TOP, (*_DEEPSEEK.layer, *INDEXER), MTP, MTP_COPIES),
+    "deepseek_v32": _DEEPSEEK_SPARSE,
+    "kimi_k2": _DEEPSEEK,
+    "glm_moe_dsa": _DEEPSEEK_SPARSE,
     "llama": _DENSE,
     "qwen3": _DENSE,
     "qwen3_moe": _MIXTURE,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmoe.config.hf.fields import Fields, Piece, Tree, only, real, same, unused
-from jaxmoe.config.hf.latent import INDEXER, LATENT_COMMON, SOFTMAX_GROUPS
+from jaxmoe.config.hf.latent import FULL_INDEXERS, INDEXER, LATENT_COMMON, SOFTMAX_GROUPS
 from jaxmoe.config.hf.pieces import (
     FIRST_DENSE,
     HEADS,
@@ -399,6 +399,10 @@ DEEPSEEK_V3 = Family(
 
 DEEPSEEK_V32 = Family("deepseek_v32", "DeepseekV32ForCausalLM", (*DEEPSEEK_V3.pieces, INDEXER))
 
+KIMI_K2 = Family("kimi_k2", "DeepseekV3ForCausalLM", DEEPSEEK_V3.pieces)
+
+GLM_MOE_DSA = Family("glm_moe_dsa", "GlmMoeDsaForCausalLM", (*DEEPSEEK_V32.pieces, FULL_INDEXERS))
+
 #: In the order in which a family is looked for that can hold a model.
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
@@ -415,5 +419,7 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DEEPSEEK_V32,
+    KIMI_K2,
+    GLM_MOE_DSA,
 )
 BY_TYPE = {family.model_type: family for family in FAMILIES}

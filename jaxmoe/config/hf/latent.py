@@ -1,4 +1,4 @@
-"""Families with latent attention: DeepSeek V2, V3, V3.2."""
+"""Families with latent attention: DeepSeek V2, V3, V3.2, Kimi K2, GLM-5."""
 
 from jaxmoe.config.hf.fields import Fields, Piece, Tree, only, unused
 from jaxmoe.config.schema import Model
@@ -44,7 +44,8 @@ LATENT_HEADS = Piece(_latent_decode, _latent_encode)
 def _indexer_decode(fields: Fields) -> Tree:
     layers, dense = fields.whole("num_hidden_layers"), fields.whole("first_k_dense_replace")
     # Said twice by files of version 5; another pattern would be another model.
-    fields.expect("layer_types", ["indexed_attention"] * layers)
+    if fields.get("layer_types", None) != ["deepseek_sparse_attention"] * layers:
+        fields.expect("layer_types", ["indexed_attention"] * layers)
     fields.expect("mlp_layer_types", ["dense"] * dense + ["sparse"] * (layers - dense))
     dsa = {
         "index_num_heads": fields.number("index_n_heads"),
@@ -67,6 +68,19 @@ def _indexer_encode(model: Model) -> Tree:
 
 INDEXER = Piece(_indexer_decode, _indexer_encode)
 """Sparse attention; the indexer's rotated channels are half-split, without a Hadamard rotation."""
+
+
+def _full_indexers_decode(fields: Fields) -> Tree:
+    fields.expect("indexer_types", ["full"] * fields.whole("num_hidden_layers"))
+    fields.expect("index_topk_freq", 1)
+    fields.expect("index_topk_pattern", None)
+    fields.expect("indexer_rope_interleave", True)
+    fields.read.add("index_skip_topk_offset")  # counts from where layers share, and none does
+    return {"attention": {"dsa": {"rope_interleaved": True}}}
+
+
+FULL_INDEXERS = Piece(_full_indexers_decode, lambda model: {})
+"""Every layer has an indexer of its own, whose rotated channels are neighbours, as those of the attention."""
 
 
 def _softmax_router_decode(fields: Fields) -> Tree:
