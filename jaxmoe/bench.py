@@ -2,15 +2,23 @@
 
 Prints tokens/s, model GFLOP/s, the matrix-product ceiling measured in the same process, their ratio, peak memory and
 compile time. The batch is random tokens in full rows; routing is the model's own.
+
+`--attention chart.png` instead measures one layer of the config's sparse attention beside the same layer with attention
+to all keys, against the length of a row, and draws both.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxmoe.config.errors import fail_on_user_error
 from jaxmoe.config.load import load_config
 from jaxmoe.runtime.environment import restart_with_huge_pages
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    return tuple(int(length) for length in text.split(","))
 
 
 @fail_on_user_error()
@@ -20,9 +28,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="YAML file; its data is not read")
     parser.add_argument("--steps", type=int, default=3, help="measured steps (default 3), after two that are not")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.add_argument("--attention", metavar="PNG", help="measure attention against row length, draw it there")
+    default = (512, 1024, 2048, 4096, 8192, 16384)
+    parser.add_argument("--lengths", type=_lengths, default=default, help="of --attention (default 512,1024,...,16384)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
     arguments = parser.parse_args(argv)
     config = load_config(arguments.config, arguments.overrides)
+
+    if arguments.attention:
+        from jaxmoe.runtime.attention_speed import draw_attention, measure_attention, show_attention
+
+        points = measure_attention(config, arguments.lengths)
+        print(show_attention(points, as_json=arguments.json))
+        draw_attention(points, config, Path(arguments.attention))
+        return 0
 
     from jaxmoe.runtime.speed import measure, show
 
