@@ -69,16 +69,32 @@ def _dsa_sizes(config: Config) -> Iterator[Problem]:
         yield Problem(f"{_DSA}.index_head_dim", width, rule, f"use {1 << width.bit_length()}, or hadamard: false")
 
 
-def _dsa_warmup(config: Config) -> Iterator[Problem]:
-    dsa = config.model.attention.dsa
-    if dsa is None or dsa.stage != "warmup":
+def _dsa_pattern(config: Config) -> Iterator[Problem]:
+    dsa, num_layers, moe = config.model.attention.dsa, config.model.num_layers, config.model.moe
+    if dsa is None or isinstance(dsa.indexer_pattern, int):
         return
-    if dsa.indexer_loss != "dense":
-        rule = f"has no chosen keys to compare on with {_DSA}.stage=warmup"
+    path, flags, dense = f"{_DSA}.indexer_pattern", dsa.indexer_pattern, moe.num_dense_layers if moe else 0
+    if len(flags) != num_layers:
+        rule = f"must have {num_layers} entries, one for each of model.num_layers, not {len(flags)}"
+        yield Problem(path, flags, rule, f"use {[*flags, *[1] * num_layers][:num_layers]}, or 1 for all layers")
+    elif flags[0] == 0:
+        rule = "leaves the first layer without keys: there is none before it to choose them"
+        yield Problem(path, flags, rule, f"use {[1, *flags[1:]]}")
+    elif 1 not in flags[dense:]:
+        rule = f"must have a 1 after the leading {dense} dense layers: keys are not passed into the scanned layers"
+        yield Problem(path, flags, rule, f"use {[*flags[:dense], 1, *flags[dense + 1 :]]}")
+
+
+def _dsa_stages(config: Config) -> Iterator[Problem]:
+    dsa = config.model.attention.dsa
+    if dsa is None or dsa.stage == "sparse":
+        return
+    if dsa.indexer_loss != "dense" and (dsa.indexer_loss_coeff > 0 or dsa.stage == "warmup"):
+        rule = f"has no chosen keys to compare on with {_DSA}.stage={dsa.stage}"
         yield Problem(f"{_DSA}.indexer_loss", dsa.indexer_loss, rule, "use dense")
-    if dsa.indexer_loss_coeff == 0:
+    if dsa.indexer_loss_coeff == 0 and dsa.stage == "warmup":
         rule = f"leaves nothing to train with {_DSA}.stage=warmup"
         yield Problem(f"{_DSA}.indexer_loss_coeff", dsa.indexer_loss_coeff, rule, "use 1.0")
 
 
-LATENT_RULES: tuple[Rule, ...] = (_mla_heads, _mla_excludes, _dsa_needs_mla, _dsa_sizes, _dsa_warmup)
+LATENT_RULES: tuple[Rule, ...] = (_mla_heads, _mla_excludes, _dsa_needs_mla, _dsa_sizes, _dsa_pattern, _dsa_stages)

@@ -98,8 +98,9 @@ class Dsa(Section):
     index_head_dim: Size
     index_topk: Size
     """Keys that a query attends to, among those it sees; ties go to the earliest."""
-    stage: Literal["warmup", "sparse"] = "sparse"
-    """warmup: dense attention, only the indexers are trained, all else stays. sparse: the chosen keys, all trained."""
+    stage: Literal["dense", "warmup", "sparse"] = "sparse"
+    """dense: attention to all keys, all trained. warmup: attention to all keys, only the indexers are trained, all else
+    stays. sparse: attention to the chosen keys, all trained."""
     indexer_loss: Literal["dense", "sparse"] = "dense"
     """KL(attention || indexer) over all visible keys, or over the chosen ones."""
     indexer_loss_coeff: NonNegative = 0.0
@@ -110,6 +111,9 @@ class Dsa(Section):
     hadamard: bool = False
     """Rotate the indexer's queries and keys by a Hadamard matrix: the scores stay, outliers spread."""
     key_norm_eps: Positive = 1e-6
+    indexer_pattern: Size | Flags = 1
+    """Which layers have an indexer: the leading dense ones and, of the others, every n-th from the first; or a list of
+    0 and 1 for all layers. A layer without one attends to the keys that the latest one before it chose."""
 
 
 class Attention(Section):

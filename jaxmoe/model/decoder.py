@@ -1,6 +1,7 @@
 """The whole model as a tree of parameters with the parts of its forward pass."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,10 +54,10 @@ def _run_module(
     key: jax.Array | None,
     materialize: Materialize,
     weights: nnx.State,
-    *inputs_BSD: jax.Array,
-) -> tuple[jax.Array, LayerStats]:
-    """A layer, or a module around one, that is not scanned."""
-    return nnx.merge(graphdef, materialize(weights))(*inputs_BSD, tokens, key)
+    *inputs: jax.Array | None,
+) -> Any:
+    """What a layer, or a module around one, that is not scanned returns."""
+    return nnx.merge(graphdef, materialize(weights))(*inputs, tokens, key)
 
 
 class Decoder(nnx.Module):
@@ -97,11 +98,11 @@ class Decoder(nnx.Module):
         self, inputs_BS: jax.Array, tokens: Tokens, noise_key: jax.Array | None, materialize: Materialize
     ) -> tuple[jax.Array, list[LayerStats]]:
         """Token vectors after the leading layers, [B, S, D] on this (sp, tp) rank's positions; what the layers say."""
-        x_BSD, stats = self.embedding(inputs_BS, self.dtype), []
+        x_BSD, chosen, stats = self.embedding(inputs_BS, self.dtype), None, []
         for number, layer in enumerate(self.lead):
             graphdef, state = nnx.split(layer)
             run = partial(_run_module, graphdef, tokens, layer_key(noise_key, number), materialize)
-            x_BSD, stat = rematerialized(run, self.config.parallel.remat)(state, x_BSD)
+            x_BSD, chosen, stat = rematerialized(run, self.config.parallel.remat)(state, x_BSD, chosen)
             stats.append(stat)
         return x_BSD, stats
 

@@ -44,6 +44,10 @@ class LayerStats:
     """Sum over this rank's valid tokens of KL(attention || indexer). Differentiable."""
 
 
+#: The keys [B, Q, P] that a layer of sparse attention chose, for the layers after it; None where there are none.
+Chosen = jax.Array | None
+
+
 class Layer(nnx.Module):
     """x + c attention(norm(x)), then x + c mlp_or_moe(norm(x)), c the `residual_multiplier`.
 
@@ -56,7 +60,7 @@ class Layer(nnx.Module):
         ulysses = config.parallel.sp_attention == "ulysses"
         if model.attention.mla is not None:
             zigzag = config.parallel.sp_placement == "zigzag" and init.sizes[SP] > 1
-            self.attention = LatentAttention(init.split(), reorders_keys=zigzag)
+            self.attention = LatentAttention(init.split(), reorders_keys=zigzag, owns_indexer=kind.owns_indexer)
         else:
             self.attention = Attention(init.split(), ulysses=ulysses, window=kind.window)
         self.mlp_norm = RmsNorm(model.d_model, init)
@@ -69,20 +73,22 @@ class Layer(nnx.Module):
             assert model.mlp is not None
             self.mlp = Mlp(model.mlp.hidden_dim, model.mlp.activation, init.split())
 
-    def __call__(self, x_BSD: jax.Array, tokens: Tokens, noise_key: jax.Array | None) -> tuple[jax.Array, LayerStats]:
-        y_BSD, loss = self.attend(self.attention_norm(x_BSD), tokens)
+    def __call__(
+        self, x_BSD: jax.Array, chosen: Chosen, tokens: Tokens, noise_key: jax.Array | None
+    ) -> tuple[jax.Array, Chosen, LayerStats]:
+        y_BSD, loss, chosen = self.attend(self.attention_norm(x_BSD), chosen, tokens)
         x_BSD = x_BSD + self._scaled(y_BSD)
         normed = self.mlp_norm(x_BSD)
         if not self.is_moe:
-            return x_BSD + self._scaled(self.mlp(normed)), LayerStats(indexer_loss_sum=loss)
+            return x_BSD + self._scaled(self.mlp(normed)), chosen, LayerStats(indexer_loss_sum=loss)
         y_BSD, stats, served = self.moe(normed, tokens, noise_key)
-        return x_BSD + self._scaled(y_BSD), LayerStats(stats, served, loss)
+        return x_BSD + self._scaled(y_BSD), chosen, LayerStats(stats, served, loss)
 
-    def attend(self, x_BSD: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array | None]:
-        """The attention, and this rank's part of its indexer's loss where there is one."""
+    def attend(self, x_BSD: jax.Array, chosen: Chosen, tokens: Tokens) -> tuple[jax.Array, jax.Array | None, Chosen]:
+        """The attention; this rank's part of its indexer's loss, where there is one; the keys for the next layer."""
         if isinstance(self.attention, LatentAttention):
-            return self.attention(x_BSD, tokens)
-        return self.attention(x_BSD, tokens), None
+            return self.attention(x_BSD, chosen, tokens)
+        return self.attention(x_BSD, tokens), None, None
 
     def _scaled(self, y_BSD: jax.Array) -> jax.Array:
         return y_BSD if self.residual_multiplier == 1 else y_BSD * self.residual_multiplier
@@ -125,9 +131,9 @@ def scan_layers(
 
     def run(x: jax.Array, weights: Any, layer_id: jax.Array) -> tuple[jax.Array, list[LayerStats]]:
         layers = nnx.merge(graphdef, materialize(weights))
-        stats = []
+        stats, chosen = [], None
         for position, layer in enumerate(layers):
-            x, stat = layer(x, tokens, layer_key(noise_key, layer_id + position))
+            x, chosen, stat = layer(x, chosen, tokens, layer_key(noise_key, layer_id + position))
             stats.append(stat)
         return x, stats
 

@@ -43,11 +43,12 @@ class LatentAttention(nnx.Module):
 
     Layout: x_BSD holds this (sp, tp) rank's positions, in and out. Heads are split over tp. The down-projections are
     replicated and work on a rank's own positions, so only latents and the rotated key are gathered. `reorders_keys`:
-    rows are not split over sp in their own order.
+    rows are not split over sp in their own order. `owns_indexer`: chooses the keys that it attends to; without one it
+    attends to those that it is given, where the config has any.
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
     """
 
-    def __init__(self, init: Init, *, reorders_keys: bool):
+    def __init__(self, init: Init, *, reorders_keys: bool, owns_indexer: bool):
         config, width = init.model.attention, init.model.d_model
         mla = config.mla
         assert mla is not None
@@ -62,10 +63,11 @@ class LatentAttention(nnx.Module):
         self.kv_norm = RmsNorm(mla.kv_lora_rank, init, mla.latent_norm_eps)
         self.kv_up_CNH = init.normal((mla.kv_lora_rank, heads, nope + mla.v_head_dim), P(None, TP, None))
         self.o_NHD = init.normal((heads, mla.v_head_dim, width), P(TP, None, None), to_residual=True)
-        if config.dsa is not None:
+        if owns_indexer:
             self.indexer = KeyIndexer(init.split())
         self.mla = mla
         self.dsa = config.dsa
+        self.owns_indexer = owns_indexer
         self.reorders_keys = reorders_keys
         self.scale = softmax_scale(config)
 
@@ -126,11 +128,19 @@ class LatentAttention(nnx.Module):
         return scatter_sum(partial, TP, dim=1)
 
     def _chosen(
-        self, q: tuple[jax.Array, jax.Array], latent_BTC: jax.Array, rope_BTR: jax.Array, tokens: Tokens, found: Indexer
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Attention to the chosen keys, [B, Q, N, U], and this rank's part of the indexer's loss summed over tokens.
+        self,
+        q: tuple[jax.Array, jax.Array],
+        latent_BTC: jax.Array,
+        rope_BTR: jax.Array,
+        tokens: Tokens,
+        found: Indexer | None,
+        index_BQP: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """Attention to the chosen keys, [B, Q, N, U]; this rank's part of the indexer's loss summed over tokens; the
+        keys, places of a row in its own order.
 
-        Heads attend in the space of the latent, which is key and value in one: [B, T, 1, R + C].
+        `found`: what chooses, and learns; None takes the keys of the layer before. Heads attend in the space of the
+        latent, which is key and value in one: [B, T, 1, R + C].
         """
         dsa, up_weights = self.dsa, self._up_weights(latent_BTC.dtype)
         assert dsa is not None
@@ -143,28 +153,39 @@ class LatentAttention(nnx.Module):
         q_nope, q_rope = q
         q_BQNX = jnp.concatenate([q_rope, jnp.einsum("bqnh,cnh->bqnc", q_nope, up_weights[0])], axis=-1)
         kv_BTKX = in_order(jnp.concatenate([rope_BTR, latent_BTC], axis=-1))[:, :, None]
-        found = found._replace(k_BTI=in_order(found.k_BTI))
         marks = Marks(tokens.segment_BQ, tokens.position_BQ, in_order(tokens.segment_BT), in_order(tokens.position_BT))
-        own_segment, own_position = (own_piece(x, TP, dim=1) for x in (tokens.segment_BQ, tokens.position_BQ))
-        index_BQP, o_BQNH = None, None
+        if found is not None:
+            found = found._replace(k_BTI=in_order(found.k_BTI))
         if dsa.stage == "sparse":
-            index_BSP = chosen_keys(found, Marks(own_segment, own_position, *marks[2:]), dsa.index_topk)
-            index_BQP = gather(index_BSP, TP, dim=1)
+            index_BQP = self._keys(found, marks) if found is not None else index_BQP
+            assert index_BQP is not None, "the first layer has an indexer"
             o_BQNC = sparse_attention(q_BQNX, kv_BTKX, index_BQP, scale=self.scale, value_start=rope_BTR.shape[-1])
             o_BQNH = jnp.einsum("bqnc,cnh->bqnh", o_BQNC, up_weights[1])
         else:
             o_BQNH = self._dense(q, latent_BTC, rope_BTR, tokens)
-        if dsa.indexer_loss_coeff == 0:
-            return o_BQNH, None
+        if found is None or dsa.indexer_loss_coeff == 0:
+            return o_BQNH, None, index_BQP
         main = MainAttention(q_BQNX, kv_BTKX, self.scale)
         compared = index_BQP if dsa.indexer_loss == "sparse" else None
-        return o_BQNH, indexer_loss(found, main, marks, compared).sum()
+        return o_BQNH, indexer_loss(found, main, marks, compared).sum(), index_BQP
 
-    def __call__(self, x_BSD: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array | None]:
-        """The output, and this rank's part of the indexer's loss summed over tokens where there is one."""
+    def _keys(self, found: Indexer, marks: Marks) -> jax.Array:
+        """The keys that the queries of this sp rank attend to, each tp rank choosing those of its own, [B, Q, P]."""
+        assert self.dsa is not None
+        own_segment, own_position = (own_piece(x, TP, dim=1) for x in (marks.q_segment_BS, marks.q_position_BS))
+        return gather(chosen_keys(found, Marks(own_segment, own_position, *marks[2:]), self.dsa.index_topk), TP, dim=1)
+
+    def __call__(
+        self, x_BSD: jax.Array, index_BQP: jax.Array | None, tokens: Tokens
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """The output; this rank's part of the indexer's loss summed over tokens, where there is one; the chosen keys.
+
+        `index_BQP`: the keys of the layer before.
+        """
         source = self.query_source(x_BSD)
         q, (latent, rope) = self._queries(source, tokens), self._latents(x_BSD, tokens)
         if self.dsa is None:
-            return self._output(self._dense(q, latent, rope, tokens)), None
-        o_BQNH, loss = self._chosen(q, latent, rope, tokens, self.indexer(x_BSD, source, tokens))
-        return self._output(o_BQNH), loss
+            return self._output(self._dense(q, latent, rope, tokens)), None, None
+        found = self.indexer(x_BSD, source, tokens) if self.owns_indexer else None
+        o_BQNH, loss, index_BQP = self._chosen(q, latent, rope, tokens, found, index_BQP)
+        return self._output(o_BQNH), loss, index_BQP

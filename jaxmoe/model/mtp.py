@@ -33,5 +33,5 @@ class MtpModule(nnx.Module):
     ) -> tuple[jax.Array, LayerStats]:
         token_DF, hidden_DF = self.join_2DF[...].astype(h_BSD.dtype)
         joined_BSD = self.token_norm(e_BSD) @ token_DF + self.hidden_norm(h_BSD) @ hidden_DF
-        x_BSD, stats = self.layer(joined_BSD, tokens, noise_key)
+        x_BSD, _, stats = self.layer(joined_BSD, None, tokens, noise_key)
         return self.final_norm(x_BSD), stats

@@ -1,6 +1,6 @@
 """Which layers a model has, and how they are stacked."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxmoe.config.schema import Model
 
@@ -12,11 +12,16 @@ class LayerKind:
     is_moe: bool
     window: int | None = None
     """Keys that a query sees; None is all."""
+    owns_indexer: bool = False
+    """Chooses the keys of sparse attention, for itself and the layers after it that do not."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """`lead` layers run one by one, outside the pipeline; then `period` is repeated `repeats` times (the trunk)."""
+    """`lead` layers run one by one, outside the pipeline; then `period` is repeated `repeats` times (the trunk).
+
+    Chosen keys pass from layer to layer within the lead and within a period, never between them.
+    """
 
     lead: tuple[LayerKind, ...]
     period: tuple[LayerKind, ...]
@@ -39,14 +44,19 @@ class LayerPlan:
 
 
 def layer_plan(model: Model) -> LayerPlan:
-    """The plan of a model: leading dense layers, then the shortest period that the others repeat."""
-    facts = zip(_has_experts(model), _windows(model), strict=True)
-    kinds = tuple(LayerKind(is_moe=is_moe, window=window) for is_moe, window in facts)
+    """The plan of a model: leading dense layers, with those that attend to keys that these chose; then the shortest
+    period that the others repeat."""
+    facts = zip(_has_experts(model), _windows(model), _have_indexers(model), strict=True)
+    kinds = tuple(LayerKind(*fact) for fact in facts)
+    has_indexers = model.attention.dsa is not None
     lead = model.moe.num_dense_layers if model.moe else 0
+    while has_indexers and not kinds[lead].owns_indexer:
+        lead += 1
     trunk = kinds[lead:]
     length = next(n for n in range(1, len(trunk) + 1) if len(trunk) % n == 0 and trunk == trunk[:n] * (len(trunk) // n))
     depths = model.mtp.num_depths if model.mtp else 0
-    return LayerPlan(kinds[:lead], trunk[:length], len(trunk) // length, kinds[-1:] * depths)
+    mtp = replace(kinds[-1], owns_indexer=has_indexers)
+    return LayerPlan(kinds[:lead], trunk[:length], len(trunk) // length, (mtp,) * depths)
 
 
 def _has_experts(model: Model) -> list[bool]:
@@ -62,3 +72,12 @@ def _windows(model: Model) -> list[int | None]:
     attention = model.attention
     flags = attention.sliding_window_layers or (1,) * model.num_layers
     return [attention.sliding_window if flag else None for flag in flags]
+
+
+def _have_indexers(model: Model) -> list[bool]:
+    if model.attention.dsa is None:
+        return [False] * model.num_layers
+    lead, pattern = model.moe.num_dense_layers if model.moe else 0, model.attention.dsa.indexer_pattern
+    if isinstance(pattern, int):
+        return [i < lead or (i - lead) % pattern == 0 for i in range(model.num_layers)]
+    return [bool(flag) for flag in pattern]

@@ -35,7 +35,7 @@ def _owning_layers(layout: Layout, name: str) -> int:
     if name in (LOGGED_NAMES[MTP], MTP_ACCEPTANCE):
         return len(plan.mtp)
     if name == LOGGED_NAMES[INDEXER]:
-        return len(plan.kinds)
+        return sum(kind.owns_indexer for kind in plan.kinds)
     return sum(kind.is_moe for kind in plan.kinds)
 
 

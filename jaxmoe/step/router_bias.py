@@ -49,7 +49,8 @@ def updated_bias(layout: Layout, bias: Any, count_LE: jax.Array) -> Any:
     """b_i += rate * sign(sum(C) - E * C_i).
 
     `count_LE` int32 [L, E] holds the choices of all valid tokens of the step, equal on all ranks; `bias` has one
-    leaf [R, E] per position of the period that has a router, R repeats on this pp rank, and one [E] per MTP depth.
+    leaf [R, E] per position of the period that has a router, R repeats on this pp rank, and one [E] per leading layer
+    and MTP depth that has one.
     """
     moe = layout.config.model.moe
     if moe is None or not has_bias(layout.config) or only_indexers(layout.config):
@@ -61,10 +62,10 @@ def updated_bias(layout: Layout, bias: Any, count_LE: jax.Array) -> Any:
         move = jnp.where(layer_ids[:, None] < 0, 0, step_LE[layer_ids + position])
         trunk[position] = jax.tree.map(lambda old, move=move: old + move, leaf)
     moved = {**bias, "trunk": trunk}
-    if "mtp" in bias:
-        first = layout.plan.num_decoder_layers
-        moved["mtp"] = {
-            number: jax.tree.map(lambda old, number=number: old + step_LE[first + number], leaf)
-            for number, leaf in bias["mtp"].items()
+    firsts = {"lead": 0, "mtp": layout.plan.num_decoder_layers}
+    for part in firsts.keys() & bias.keys():
+        moved[part] = {
+            number: jax.tree.map(lambda old, slot=firsts[part] + number: old + step_LE[slot], leaf)
+            for number, leaf in bias[part].items()
         }
     return moved

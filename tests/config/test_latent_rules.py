@@ -25,10 +25,18 @@ BAD = [
     ("model.attention.dsa.index_head_dim=4", "model.attention.dsa.index_head_dim", "8", "model.attention.dsa=null"),
     ("model.attention.dsa.stage=warmup model.attention.dsa.indexer_loss=sparse", "model.attention.dsa.indexer_loss",
      "use dense", "model.attention.dsa.indexer_loss=dense"),
+    ("model.attention.dsa.stage=dense model.attention.dsa.indexer_loss=sparse", "model.attention.dsa.indexer_loss",
+     "use dense", "model.attention.dsa.indexer_loss_coeff=0.0"),
     ("model.attention.dsa.stage=warmup model.attention.dsa.indexer_loss_coeff=0.0",
      "model.attention.dsa.indexer_loss_coeff", "use 1.0", "model.attention.dsa.indexer_loss_coeff=1.0"),
     ("model.attention.dsa.hadamard=true model.attention.dsa.index_head_dim=24", "model.attention.dsa.index_head_dim",
      "use 32", "model.attention.dsa.index_head_dim=32"),
+    ("model.attention.dsa.indexer_pattern=[1,0]", "model.attention.dsa.indexer_pattern", "num_layers, not 2",
+     "model.attention.dsa.indexer_pattern=1"),
+    ("model.attention.dsa.indexer_pattern=[0,1,1,1]", "model.attention.dsa.indexer_pattern", "use [1, 1, 1, 1]",
+     "model.attention.dsa.indexer_pattern=[1,1,1,1]"),
+    ("model.attention.dsa.indexer_pattern=[1,0,0,0] model.moe.num_dense_layers=1",
+     "model.attention.dsa.indexer_pattern", "use [1, 1, 0, 0]", "model.attention.dsa.indexer_pattern=[1,1,0,0]"),
 ]  # fmt: skip
 
 

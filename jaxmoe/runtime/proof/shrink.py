@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxmoe.config.schema import Attention, Config, Model, Moe
-from jaxmoe.model.plan import layer_plan
+from jaxmoe.model.plan import LayerKind, layer_plan
 
 #: Divisible by every mesh of 8 devices, for up to 4 micro-batches.
 ROWS, COLUMNS = 32, 32
@@ -11,7 +11,7 @@ REPEATS = 5
 """Of the trunk's period: enough for 2 stages of 2 chunks, and not divisible, so that a pipeline's padding is seen."""
 
 
-def _latent(attention: Attention) -> dict[str, Any]:
+def _latent(attention: Attention, kinds: tuple[LayerKind, ...]) -> dict[str, Any]:
     """Latent attention keeps its parts, all of unequal widths; the indexer chooses fewer keys than documents have."""
     mla, dsa = attention.mla, attention.dsa
     if mla is None:
@@ -21,11 +21,12 @@ def _latent(attention: Attention) -> dict[str, Any]:
     update: dict[str, Any] = {"mla": small, "head_dim": 10}
     if dsa is not None:
         index = {"index_num_heads": 3, "index_head_dim": 8, "index_topk": 4}
-        update["dsa"] = dsa.model_copy(update=index)
+        pattern = tuple(int(kind.owns_indexer) for kind in kinds)
+        update["dsa"] = dsa.model_copy(update=index | {"indexer_pattern": pattern})
     return update
 
 
-def _attention(attention: Attention) -> dict[str, Any]:
+def _attention(attention: Attention, kinds: tuple[LayerKind, ...]) -> dict[str, Any]:
     group = attention.num_heads // attention.num_kv_heads
     scaling = attention.rope.scaling
     return {
@@ -33,14 +34,16 @@ def _attention(attention: Attention) -> dict[str, Any]:
         "num_kv_heads": 8 if group == 1 else 4 if group == 2 else 1 if attention.num_kv_heads == 1 else 2,
         "head_dim": 8,
         "sliding_window": attention.sliding_window and 6,
+        "sliding_window_layers": attention.sliding_window_layers
+        and tuple(int(kind.window is not None) for kind in kinds),
         "rope": attention.rope.model_copy(
             update={"scaling": scaling and scaling.model_copy(update={"original_seq_len": COLUMNS // 2})}
         ),
-        **_latent(attention),
+        **_latent(attention, kinds),
     }
 
 
-def _moe(moe: Moe, pattern: int | tuple[int, ...]) -> dict[str, Any]:
+def _moe(moe: Moe, pattern: tuple[int, ...]) -> dict[str, Any]:
     router = moe.router
     groups = min(router.num_groups, 4)
     topk_groups = groups if router.topk_groups == router.num_groups else min(router.topk_groups, groups - 1)
@@ -64,13 +67,15 @@ def _moe(moe: Moe, pattern: int | tuple[int, ...]) -> dict[str, Any]:
 
 def shrink_model(model: Model, dtype: str) -> Model:
     """The same structure at a width of 32: one leading dense layer, `REPEATS` times the period of the others."""
-    plan = layer_plan(model)
+    plan, num_dense = layer_plan(model), model.moe.num_dense_layers if model.moe else 0
+    dense = plan.lead[: min(num_dense, 1)]
+    kinds = dense + plan.lead[num_dense:] + plan.period * REPEATS
     update: dict[str, Any] = {
         # The fewest ids that a byte-level tokenizer allows and 8 ranks divide.
         "vocab_size": 264,
         "d_model": 32,
-        "num_layers": REPEATS * len(plan.period),
-        "attention": model.attention.model_copy(update=_attention(model.attention)),
+        "num_layers": len(kinds),
+        "attention": model.attention.model_copy(update=_attention(model.attention, kinds)),
         "compute_dtype": dtype,
         "param_dtype": "float64" if dtype == "float64" else "float32",
         # Larger than usual, so that routing is decided by the input and every term has a gradient worth comparing.
@@ -81,13 +86,8 @@ def shrink_model(model: Model, dtype: str) -> Model:
     if model.mlp is not None:
         update["mlp"] = model.mlp.model_copy(update={"hidden_dim": 32})
     if model.moe is not None:
-        pattern = tuple(int(kind.is_moe) for kind in plan.period) * REPEATS
+        pattern = tuple(int(kind.is_moe) for kind in kinds[len(dense) :])
         update["moe"] = model.moe.model_copy(update=_moe(model.moe, pattern))
-        update["num_layers"] += min(model.moe.num_dense_layers, 1)
-    if model.attention.sliding_window_layers is not None:
-        kinds = plan.lead[:1] + plan.period * REPEATS
-        flags = tuple(int(kind.window is not None) for kind in kinds)
-        update["attention"] = update["attention"].model_copy(update={"sliding_window_layers": flags})
     return model.model_copy(update=update)
 
 
