@@ -68,8 +68,12 @@ def percentile_scalars(name: str, values_L: np.ndarray, quantiles: Sequence[floa
     wrong = [q for q in quantiles if not 0.0 <= q <= 1.0]
     if wrong:
         raise MetricError(f"percentiles[{name!r}]={list(quantiles)}: {wrong} must lie in [0, 1]")
+    keys = [f"{name}_p{int(q * 100)}" for q in quantiles]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise MetricError(f"percentiles[{name!r}]={list(quantiles)}: {twice} would name two of them; leave out one")
     shown = values_L[(values_L > 0) | np.isnan(values_L)]
-    return {f"{name}_p{int(q * 100)}": float(np.quantile(shown, q)) for q in quantiles} if shown.size else {}
+    return {key: float(np.quantile(shown, q)) for key, q in zip(keys, quantiles, strict=True)} if shown.size else {}
 
 
 def hide_zero_slots(values_L: np.ndarray) -> np.ndarray:

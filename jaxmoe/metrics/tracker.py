@@ -242,12 +242,19 @@ class MoEMetricsTracker:
         """Per metric: sum over slots x `loss_scale` / number of owning layers; asked percentiles stand before it.
 
         Raises:
-            MetricError: as `per_layer`; the number of owning layers is neither declared nor given, or below 1.
+            MetricError: as `per_layer`; the number of owning layers is neither declared nor given, or below 1; a
+                percentile has the name of a metric or of another percentile.
         """
         per_layer, owning, out = self.per_layer(loss_scale, track_names), dict(self.owning_items), {}
         self.known(percentiles or ())
         for name, values_L in per_layer.items():
-            out |= reporting.percentile_scalars(name, values_L, (percentiles or {}).get(name, ()))
+            shown = reporting.percentile_scalars(name, values_L, (percentiles or {}).get(name, ()))
+            taken = [key for key in shown if key in self.values]
+            if taken:
+                raise MetricError(
+                    f"percentiles[{name!r}]: {taken} are metrics themselves; ask for others or rename one"
+                )
+            out |= shown
             count = owning[name] if num_moe_layers is None else num_moe_layers
             if count is None:
                 raise MetricError(f"metric {name!r}: the number of layers that own it is unknown; pass num_moe_layers")

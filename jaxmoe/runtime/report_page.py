@@ -4,9 +4,10 @@ import base64
 import datetime
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
+from itertools import chain, count
 
 import numpy as np
 
@@ -108,6 +109,13 @@ def draw_parts(runs: Sequence[RunData]) -> list[Part]:
             found = plots.picture(f"{key}_run{number}", _of_run(words, run, runs), partial(draw, run))
             parts["Balance of experts"].pictures += found
     drawn = {name for name, *_ in _LEARNING} | set(_NOT_DRAWN)
+    for family in _ordered(n.split("/")[0] for run in runs for n in run.names("train") if "/" in n):
+        for number, run in enumerate(runs, start=1):
+            members = [name for name in run.names("train") if name.startswith(f"{family}/")]
+            drawn |= set(members)
+            title = _of_run(f"{_words(family)} by part of the model", run, runs)
+            draw = partial(plots.member_lines, run, members, _words(family).lower())
+            parts[_section_of(family)].pictures += plots.picture(f"{family}_parts_run{number}", title, draw)
     for name in _ordered(n for run in runs for n in (*run.names("train"), *run.names("eval"))):
         if name not in drawn:
             part, title = parts[_section_of(name)], _words(name)
@@ -117,7 +125,19 @@ def draw_parts(runs: Sequence[RunData]) -> list[Part]:
             title = _of_run(f"{_words(name)}, per layer", run, runs)
             found = plots.picture(f"{name}_per_layer_run{number}", title, partial(plots.layer_lines, run, name, name))
             parts[_section_of(name)].pictures += found
-    return [part for part in (learning, *parts.values()) if part.pictures]
+    return _named_apart([part for part in (learning, *parts.values()) if part.pictures])
+
+
+def _named_apart(parts: list[Part]) -> list[Part]:
+    """The parts with keys that are file names, each of one picture: metrics may have any name."""
+    taken: set[str] = set()
+    for part in parts:
+        for place, picture in enumerate(part.pictures):
+            plain = re.sub(r"[^A-Za-z0-9_-]", "-", picture.key)[:100]
+            key = next(k for k in chain([plain], (f"{plain}-{n}" for n in count(2))) if k.lower() not in taken)
+            taken.add(key.lower())
+            part.pictures[place] = replace(picture, key=key)
+    return parts
 
 
 def _of_run(title: str, run: RunData, runs: Sequence[RunData]) -> str:
@@ -125,7 +145,7 @@ def _of_run(title: str, run: RunData, runs: Sequence[RunData]) -> str:
 
 
 def _words(name: str) -> str:
-    text = name.replace("_", " ")
+    text = name.replace("_", " ").replace("grad ", "gradient ")
     return text[:1].upper() + text[1:] if not text.startswith("mtp") else "MTP" + text[3:]
 
 

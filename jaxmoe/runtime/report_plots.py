@@ -135,19 +135,42 @@ def curves(
                     axes.plot(series.steps, series.values, "--o", color=_darker(colour), markersize=4, label=text)
         if not drawn:
             return None
-        if log and all(_positive(run.series("train", name).values) for run in runs):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter(FuncFormatter(_short_number))
-            axes.yaxis.set_minor_formatter(NullFormatter())
+        if log and _spans_powers(np.concatenate([run.series("train", name).values for run in runs])):
+            _scale_by_powers(axes)
         _finish_axes(axes, label)
         _legend(figure, axes)
         return figure
 
 
-def _positive(values: np.ndarray) -> bool:
+def _scale_by_powers(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(_short_number))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _spans_powers(values: np.ndarray) -> bool:
+    """Whether a logarithmic scale shows more: positive numbers, far apart."""
     finite = values[np.isfinite(values)]
-    return bool((finite > 0).all()) and (finite.size == 0 or finite.max() > 20 * finite.min())
+    return bool(finite.size and finite.min() > 0 and finite.max() > 20 * finite.min())
+
+
+def member_lines(run: RunData, names: Sequence[str], label: str) -> Figure | None:
+    """Scalars of one family (`family/member`) of one run, a line each. None without numbers."""
+    series = {name.split("/", 1)[1]: run.series("train", name) for name in names}
+    series = {member: one for member, one in series.items() if np.isfinite(one.values).any()}
+    if not series:
+        return None
+    with mpl.rc_context(_STYLE):
+        figure = _new_figure()
+        axes = figure.subplots()
+        for (member, one), colour in zip(series.items(), _cycle(len(series)), strict=True):
+            _draw_line(axes, one, colour, _shortened(member))
+        if _spans_powers(np.concatenate([one.values for one in series.values()])):
+            _scale_by_powers(axes)
+        _finish_axes(axes, label)
+        _legend(figure, axes)
+        return figure
 
 
 def _cycle(count: int) -> list[str]:

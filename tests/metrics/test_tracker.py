@@ -342,6 +342,25 @@ def test_percentiles_of_an_unknown_name_or_outside_0_1_are_errors():
         make().sync().report(percentiles={"x": [50]})
 
 
+def test_a_percentile_never_stands_in_for_another_number():
+    with pytest.raises(MetricError, match=r"\['x_p50'\] are metrics themselves"):
+        make("x_p50 x").record("x", 1.0, 1).record("x_p50", 2.0, 1).sync().report(percentiles={"x": [0.5]})
+    with pytest.raises(MetricError, match=r"\['x_p28'\] would name two of them"):
+        make().record("x", 1.0, 1).sync().report(percentiles={"x": [0.281, 0.29]})
+
+
+@pytest.mark.parametrize("names", ["z z_loss", "z_loss z"])
+def test_a_name_that_begins_another_keeps_its_own_values(names):
+    tracker = make(names, owning=1).record("z", 1.0, 1).record("z_loss", jnp.nan, 1).sync()
+    assert tracker.scalars(track_names="z", percentiles={"z": [0.5]}) == {"z_p50": 1.0, "z": 1.0}
+    assert tracker.per_layer(track_names=("z",))["z"].tolist() == [1, 0, 0, 0]
+    totals: dict[str, float] = {}
+    assert tracker.report(total_loss_dict=totals, per_layer_logging=True) == " z: 1.00 |"
+    assert list(totals) == ["z_loss"]
+    cleared = tracker.clear("z")
+    assert (float(cleared.values["z"][0]), bool(jnp.isnan(cleared.values["z_loss"][0]))) == (0.0, True)
+
+
 @pytest.mark.parametrize(
     ("num_layers", "freq", "mtp", "count"),
     [

@@ -14,7 +14,7 @@ from PIL import Image
 from jaxmoe import report
 from jaxmoe.config import UserError, load_config, save_config
 from jaxmoe.runtime.metrics_file import METRICS_FILE, encode_record
-from jaxmoe.runtime.report_plots import load_heat_maps, thinned
+from jaxmoe.runtime.report_plots import load_heat_maps, member_lines, thinned
 from jaxmoe.runtime.report_read import CONFIG_FILE, Series, config_differences, read_runs
 
 ROOT = Path(__file__).parents[2]
@@ -160,6 +160,35 @@ def test_names_from_outside_are_escaped(tmp_path):
     assert "<i>x" not in text
     assert "<u>" not in text
     assert "&lt;b&gt;run" in text
+
+
+def test_a_family_of_numbers_is_one_picture_of_each_run(tmp_path):
+    values = {"grad_norm/router": 1.0, "grad_norm/experts": 100.0, "grad_norm": 2.0}
+    runs = [make_run(tmp_path / name, [line(1, **values), line(2, **values)]) for name in "ab"]
+    page = report.write_report(runs, tmp_path / "out")
+    keys = re.findall(r'<figure id="([^"]+)">', page.read_text())
+    assert [key for key in keys if "grad" in key] == ["grad_norm", "grad_norm_parts_run1", "grad_norm_parts_run2"]
+    figure = member_lines(read_runs(runs[:1])[0], list(values)[:2], "x")
+    assert figure is not None
+    (axes,) = figure.axes
+    assert axes.get_yscale() == "log"
+    assert [one.get_label() for one in axes.get_lines()] == ["router", "experts"]
+
+
+def test_any_name_of_a_metric_is_a_file_of_its_own_inside_the_folder(tmp_path):
+    odd = ["a b", "a.b", "a-b", "A-b", "..", "x" * 300, "../../outside", "a_parts_run1", "a/b"]
+    run = make_run(tmp_path / "run", [line(1, **dict.fromkeys(odd, 1.0))])
+    page = report.write_report([run])
+    keys = re.findall(r'<figure id="([^"]+)">', page.read_text())
+    assert len(keys) == len({key.lower() for key in keys}) == len(odd) + 1  # and the loss
+    assert sorted(path.name for path in page.parent.iterdir()) == sorted([*(f"{key}.png" for key in keys), page.name])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs the package matplotlib.*pip install 'jaxmoe\[demo\]'"):
+        report.write_report([finished(tmp_path / "run")])
 
 
 def test_of_two_lines_about_one_step_the_later_counts(tmp_path):
