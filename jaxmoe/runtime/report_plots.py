@@ -38,6 +38,8 @@ _STYLE: Any = {
 _COLOURS = ("#2166ac", "#d6604d", "#4dac26", "#7b3294", "#b8860b", "#01857a", "#c51b7d", "#555555")
 _MOST_POINTS = 400
 _LONGEST_LABEL = 30
+#: So many lines have names; more have a scale of colours.
+_FEW_LINES = 6
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,12 @@ def _legend(figure: Figure, axes: Axes) -> None:
         figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
+def _slot_name(run: RunData, slot: int, slots: int) -> str:
+    """The layers of the decoder by number, after them those that predict further tokens by depth."""
+    depth = slot - (slots - run.num_depths) + 1
+    return f"MTP {depth}" if depth >= 1 else f"layer {slot}"
+
+
 def layer_lines(run: RunData, name: str, label: str) -> Figure | None:
     """One per-layer metric of one run: a line per layer, coloured by depth. None if it is zero everywhere."""
     series = run.layers(name)
@@ -200,18 +208,19 @@ def layer_lines(run: RunData, name: str, label: str) -> Figure | None:
     with mpl.rc_context(_STYLE):
         figure = _new_figure()
         axes = figure.subplots()
-        scale = mpl.colormaps["viridis"]
+        few = len(owning) <= _FEW_LINES
+        scale = colors.ListedColormap(mpl.colormaps["viridis"](np.linspace(0, 0.85, 256)))  # its yellow is faint
         last = max(int(owning[-1]), 1)
-        for layer in owning:
+        for place, layer in enumerate(owning.tolist()):
+            depth = place / max(len(owning) - 1, 1) if few else layer / last
             line = Series(series.steps, finite[:, layer])
-            _draw_line(axes, line, colors.to_hex(scale(0.95 * layer / last)), f"layer {layer}")
+            _draw_line(axes, line, colors.to_hex(scale(depth)), _slot_name(run, layer, finite.shape[1]))
         _finish_axes(axes, label)
-        if len(owning) <= 6:
+        if few:
             figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
         else:
-            shades = ScalarMappable(colors.Normalize(0, last / 0.95), scale)
-            bar = figure.colorbar(shades, ax=axes, label="layer", ticks=MaxNLocator(5, integer=True))
-            bar.ax.set_ylim(0, last)
+            shades = ScalarMappable(colors.Normalize(0, last), scale)
+            figure.colorbar(shades, ax=axes, label="layer", ticks=MaxNLocator(5, integer=True))
         return figure
 
 

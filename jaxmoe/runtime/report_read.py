@@ -47,6 +47,12 @@ class RunData:
         return steps if isinstance(steps, int) else None
 
     @property
+    def num_depths(self) -> int:
+        """Depths of multi-token prediction: the last slots of a per-layer metric."""
+        model = (self.config or {}).get("model") or {}
+        return (model.get("mtp") or {}).get("num_depths", 0)
+
+    @property
     def last_step(self) -> int:
         """The last step with numbers; 0 if there is none."""
         return max((record.step for record in self.records), default=0)

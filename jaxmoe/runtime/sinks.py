@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,9 +16,9 @@ from typing import Any, Protocol
 
 import numpy as np
 from tensorboardX import summary
-from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.record_writer import RecordWriter
 
 from jaxmoe.config import Config, UserError, config_to_dict
 from jaxmoe.metrics import layer_key
@@ -114,7 +115,8 @@ class TensorBoardSink:
     """Event files under RUN/tensorboard: scalars, `moe/{name}_layer_{i}`, expert load as image and histogram.
 
     Writes in the caller's thread: tensorboardX's own SummaryWriter queues to a thread, and once that thread has died
-    of a full disk the queue fills and the training loop hangs.
+    of a full disk the queue fills and the training loop hangs; its EventsWriter leaves the file open when the disk is
+    full; and its summaries of scalars complain in the log of each NaN.
     """
 
     name = "tensorboard"
@@ -126,9 +128,11 @@ class TensorBoardSink:
     def __init__(self, run_dir: Path, resume_step: int) -> None:
         folder = run_dir / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
-        self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}.{time.monotonic_ns()}")
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        self._records = RecordWriter(str(folder / name))
         self._last_flush = time.monotonic()
         self._writes_with_counts = 0
+        self._add(Event(file_version="brain.Event:2"))
         # TensorBoard drops what an earlier life of the run wrote from this step on.
         start = SessionLog(status=SessionLog.START)
         self._add(Event(step=resume_step + 1, session_log=start))
@@ -136,16 +140,16 @@ class TensorBoardSink:
     def write(
         self, step: int, scalars: Scalars, per_layer: PerLayer, counts: np.ndarray | None = None, kind: Kind = "train"
     ) -> None:
-        for name, value in _flat(scalars, per_layer, kind).items():
-            self._add_summary(step, summary.scalar(name, value))
+        values = _flat(scalars, per_layer, kind).items()
+        self._add_summary(step, Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values]))
         if counts is not None and kind == "train" and counts.any():
             self._add_load(step, counts)
         if time.monotonic() - self._last_flush > self._FLUSH_SECONDS:
             self._last_flush = time.monotonic()
-            self._writer.flush()
+            self._records.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self._records.close()
 
     def _add_load(self, step: int, counts_LE: np.ndarray) -> None:
         counts_LE = counts_LE[counts_LE.any(axis=1)]
@@ -166,7 +170,7 @@ class TensorBoardSink:
 
     def _add(self, event: Any) -> None:
         event.wall_time = time.time()
-        self._writer.write_event(event)
+        self._records.write(event.SerializeToString())
 
 
 # ---------------------------------------------------------------- W&B

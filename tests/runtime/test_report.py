@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 from PIL import Image
 
 from jaxmoe import report
 from jaxmoe.config import UserError, load_config, save_config
 from jaxmoe.runtime.metrics_file import METRICS_FILE, encode_record
-from jaxmoe.runtime.report_plots import load_heat_maps, member_lines, thinned
+from jaxmoe.runtime.report_plots import layer_lines, load_heat_maps, member_lines, thinned
 from jaxmoe.runtime.report_read import CONFIG_FILE, Series, config_differences, read_runs
 
 ROOT = Path(__file__).parents[2]
@@ -173,6 +174,23 @@ def test_a_family_of_numbers_is_one_picture_of_each_run(tmp_path):
     (axes,) = figure.axes
     assert axes.get_yscale() == "log"
     assert [one.get_label() for one in axes.get_lines()] == ["router", "experts"]
+
+
+def test_lines_of_layers_are_named_and_apart(tmp_path):
+    rows = {"mtp_loss": np.array([0.0, 0, 0, 3, 2]), "z_loss": np.array([0.0, 1, 2, 3, 4])}
+    run = make_run(
+        tmp_path / "run", [encode_record(s, "train", {}, rows, None) for s in (1, 2)], "model.mtp.num_depths=2"
+    )
+    names = {}
+    for name in rows:
+        figure = layer_lines(read_runs([run])[0], name, name)
+        assert figure is not None
+        lines = figure.axes[0].get_lines()
+        names[name] = [one.get_label() for one in lines]
+        colours = np.array([to_rgb(one.get_color()) for one in lines])
+        apart = np.abs(colours[:, None] - colours).sum(axis=2) + 9 * np.eye(len(lines))
+        assert apart.min() > 0.25
+    assert names == {"mtp_loss": ["MTP 1", "MTP 2"], "z_loss": ["layer 1", "layer 2", "MTP 1", "MTP 2"]}
 
 
 def test_any_name_of_a_metric_is_a_file_of_its_own_inside_the_folder(tmp_path):

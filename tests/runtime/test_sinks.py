@@ -201,6 +201,22 @@ def test_a_resumed_run_replaces_later_points_in_tensorboard(tmp_path):
     assert points == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
 
 
+def test_numbers_that_are_not_finite_arrive_without_a_word(tmp_path, caplog):
+    odd = {"a": np.nan, "a/b": np.inf, "ab": -np.inf, "abc": 1e300, "abcd": 1.0}
+    sinks = open_sinks(config(), tmp_path, emit=lambda line: None)
+    with caplog.at_level(logging.DEBUG):
+        sinks.write(1, odd, {"a": np.array([np.nan, 2.0])}, COUNTS)
+    assert sinks.names == ["console", METRICS_FILE, "tensorboard"]
+    sinks.close()
+    assert caplog.text == ""
+    board = read_board(tmp_path)
+    got = {tag: board.Scalars(tag)[0].value for tag in board.Tags()["scalars"]}
+    layers = {"moe/a_layer_0": np.nan, "moe/a_layer_1": 2.0}
+    np.testing.assert_equal(got, odd | layers | {"abc": np.inf})  # beyond what event files hold
+    (record,), problems = read(tmp_path)
+    np.testing.assert_equal((record.scalars, problems), (odd, []))
+
+
 def test_masked_slots_are_not_written(tmp_path):
     sinks = open_sinks(config(), tmp_path, emit=lambda line: None)
     sinks.write(1, {}, {"z": np.ma.masked_array([0.0, 2.0], mask=[True, False])})
@@ -343,9 +359,10 @@ print("names at the end:", sinks.names)
 sinks.close()
 """
     run = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-X", "dev", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert run.returncode == 0, run.stderr
+    assert "Exception ignored" not in run.stderr  # a file that stayed open
     assert "names at the end: ['console']" in run.stdout
     assert run.stderr.count("training goes on without it") == 2, run.stderr
     records, problems = read(tmp_path)
