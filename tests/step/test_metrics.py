@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jaxmoe
+from jaxmoe.model.router import router_stats
 from tests.layouts.mutations import Mutation, applied
 from tests.reference import cases
 
@@ -110,6 +111,53 @@ def test_balanced_routing_reports_one(case):
     assert scalars["top1_weight"] == 0.5
 
 
+def test_means_over_tokens_and_over_targets_are_of_what_is_valid_in_the_step():
+    """Depth 1 of MTP sees the vector of the next token alone, so what it predicts is a row of the head."""
+    settings, devices, owning = BALANCED["sigmoid_some_layers_mtp_on_a_mesh"]
+    config, random = cases.make_config(**settings), np.random.default_rng(3)
+    params, bias = routing_by_id(config, 2.0)
+    row_of_id = params["head"]["weight_DV"][:EXPERTS]
+    shape, lengths = (8, cases.SEQ), np.array([16, 3, 9, 0, 16, 1, 12, 7])
+    valid = np.arange(cases.SEQ) < lengths[:, None]
+    inputs = random.integers(0, EXPERTS, shape)
+    best = row_of_id.argmax(axis=1)[inputs]
+    targets = np.where(random.random(shape) < 0.5, best, random.integers(0, cases.VOCAB, shape))
+    mask = random.choice([0.0, 0.5, 1.0], shape) * (np.arange(cases.SEQ) < lengths[:, None] - 1)
+    batch = {
+        "inputs": inputs.astype(np.int32),
+        "targets": targets.astype(np.int32),
+        "loss_mask": mask.astype(np.float32),
+        "positions": np.where(valid, np.arange(cases.SEQ), 0).astype(np.int32),
+        "segment_ids": valid.astype(np.int32),
+    }
+    state = cases.make_state(config, devices, (params, bias))
+    metrics = cases.run(jaxmoe.train_step, state, batch)[1]
+    scalars, layers = metrics.scalars(), metrics.per_layer()
+    hits = (mask * (best == targets))[:, 1:].sum() / mask[:, 1:].sum()
+    assert 0.3 < hits < 0.8
+    assert scalars["mtp_acceptance"] == pytest.approx(hits, rel=1e-12)
+    assert (scalars["valid_tokens"], scalars["target_tokens"]) == (valid.sum(), mask.sum())
+    # Every token has the same two scores, sigmoid(8), among six of sigmoid(0).
+    scores = 1 / (1 + np.exp(-np.array([8.0, 8, 0, 0, 0, 0, 0, 0])))
+    scores /= scores.sum()
+    ones = np.isin(np.arange(len(layers["z_loss"])), owning)
+    np.testing.assert_allclose(layers["router_entropy"], -(scores * np.log(scores)).sum() * ones, rtol=1e-6)
+    np.testing.assert_allclose(layers["top1_weight"], 0.5 * ones, rtol=1e-12)
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+def test_entropy_and_largest_weight_are_those_of_numpy(function):
+    random = np.random.default_rng(5)
+    logits, weights, valid = random.normal(size=(3, 4, 8)), random.random((3, 4, 2)), random.random((3, 4)) < 0.6
+    experts = random.permuted(np.tile(np.arange(8), (3, 4, 1)), axis=2)[..., :2]
+    stats = router_stats(*(jax.numpy.asarray(a) for a in (logits, experts, weights, valid)), function)
+    scores = np.exp(logits) if function == "softmax" else 1 / (1 + np.exp(-logits))
+    scores /= scores.sum(axis=-1, keepdims=True)
+    entropy = -(scores * np.log(scores)).sum(axis=-1)
+    assert float(stats.entropy_sum) == pytest.approx(entropy[valid].sum(), rel=1e-12)
+    assert float(stats.top1_sum) == pytest.approx(weights.max(axis=-1)[valid].sum(), rel=1e-12)
+
+
 def test_choices_that_reach_no_expert_are_the_dropped_share():
     """The experts are made to miss the first of those held on each rank."""
     lossy = Mutation(
@@ -129,6 +177,9 @@ def test_choices_that_reach_no_expert_are_the_dropped_share():
     assert (lost[1:] > 0).all()
     np.testing.assert_array_equal(shares, [0, *(lost[1:] / counts[1:].sum(axis=1))])
     assert metrics.scalars()["dropped_share"] == pytest.approx(shares[1:].mean(), rel=1e-15)
+    # The range of the biases that the step routed with, not of those that it leaves.
+    (bias_RE,) = jax.tree.leaves(cases.natural_arrays(config)[1])
+    np.testing.assert_array_equal(metrics.per_layer()["router_bias_range"], [0, *np.ptp(bias_RE, axis=1)])
 
 
 def test_models_trained_in_turn_report_what_each_reports_alone():
