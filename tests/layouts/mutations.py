@@ -29,6 +29,8 @@ class Mutation:
     caught_by: Literal["tracing", "verify"]
     num_microbatches: int = 1
     batch: BatchKind = "ragged"
+    latent: bool = False
+    """In the model with latent and sparse attention and MTP, not the one with grouped heads."""
 
 
 MUTATIONS = [
@@ -296,6 +298,91 @@ MUTATIONS = [
         "0",
         "tp=8",
         "verify",
+    ),
+    Mutation(
+        "1/M left out of the indexer loss",
+        "losses.objective:term_weights",
+        "weight / num_microbatches",
+        "weight / (1 if name == INDEXER else num_microbatches)",
+        "dp=1",
+        "verify",
+        2,
+        "identical",
+        latent=True,
+    ),
+    Mutation(
+        "1/M left out of MTP",
+        "step.forward:Forward.add_losses",
+        "self._cross_entropy(h_BSD, arrays, weights[depth], depth)",
+        "self._cross_entropy(h_BSD, arrays, weights[depth], depth) * self.layout.config.batch.num_microbatches",
+        "dp=1",
+        "verify",
+        2,
+        "identical",
+        latent=True,
+    ),
+    Mutation(
+        "MTP mask not shifted",
+        "step.batch:shifted",
+        "ahead(getattr(batch, name))",
+        'getattr(batch, name) if name == "loss_mask" else ahead(getattr(batch, name))',
+        "dp=1",
+        "verify",
+        latent=True,
+    ),
+    Mutation(
+        "MTP normalised by the counts of the batch",
+        "step.gradients:objective_and_gradients",
+        "term_weights(count, layout.config.objective)",
+        "term_weights(counts[0], layout.config.objective)",
+        "dp=1",
+        "verify",
+        latent=True,
+    ),
+    Mutation(
+        "indexer target of one tp rank's heads",
+        "kernels.sparse_attention:_target",
+        "scatter_sum(p, TP, dim=1)",
+        "own_piece(p, TP, dim=1)",
+        "tp=2",
+        "verify",
+        latent=True,
+    ),
+    Mutation(
+        "KL reaches the attention",
+        "kernels.sparse_attention:indexer_loss",
+        "lax.stop_gradient(main.q_BQNX)",
+        "main.q_BQNX",
+        "dp=1",
+        "verify",
+        latent=True,
+    ),
+    Mutation(
+        "KL reaches the layers before",
+        "model.indexer:KeyIndexer.__call__",
+        "jax.lax.stop_gradient((x_BSD, source_BSC))",
+        "(x_BSD, source_BSC)",
+        "dp=1",
+        "verify",
+        latent=True,
+    ),
+    Mutation(
+        "unused slots attend to key 0",
+        "kernels.sparse_attention:sparse_attention",
+        "(index_BCP >= 0)",
+        "(index_BCP >= -1)",
+        "dp=1",
+        "verify",
+        latent=True,
+    ),
+    Mutation(
+        "equal keys chosen by place, not by position",
+        "model.mla:LatentAttention._chosen",
+        "jnp.argsort(tokens.id_BT[0]) if self.reorders_keys else None",
+        "None",
+        "sp=2,sp_placement=zigzag",
+        "verify",
+        latent=True,
     ),
     Mutation(
         "sums over micro-batches in float32",

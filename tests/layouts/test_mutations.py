@@ -21,7 +21,26 @@ TOLERANCE = 1e-10
 SEED = 0
 
 
-def _config(*, per_token: bool) -> Config:
+GROUPED_HEADS = {"attention": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 16}}
+LATENT = {
+    "attention": {
+        "num_heads": 8,
+        "num_kv_heads": 8,
+        "head_dim": 16,
+        "mla": {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+        "dsa": {
+            "index_num_heads": 2,
+            "index_head_dim": 8,
+            "index_topk": 8,
+            "indexer_loss": "sparse",
+            "indexer_loss_coeff": 0.5,
+        },
+    },
+    "mtp": {"num_depths": 1, "loss_coeff": 0.5},
+}
+
+
+def _config(*, latent: bool, per_token: bool) -> Config:
     return config_from_dict(
         {
             "run": {"dir": "unused", "steps": 10},
@@ -29,7 +48,7 @@ def _config(*, per_token: bool) -> Config:
                 "vocab_size": 512,
                 "d_model": 64,
                 "num_layers": 6,
-                "attention": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 16},
+                **(LATENT if latent else GROUPED_HEADS),
                 "moe": {
                     "num_experts": 8,
                     "experts_per_token": 2,
@@ -52,34 +71,34 @@ def _config(*, per_token: bool) -> Config:
 
 
 @cache
-def _small(per_token: bool) -> Config:
-    return shrink(_config(per_token=per_token), "float64")
+def _small(latent: bool, per_token: bool) -> Config:
+    return shrink(_config(latent=latent, per_token=per_token), "float64")
 
 
 @cache
-def _reference(per_token: bool, num_microbatches: int) -> Outcome:
-    config = variant(_small(per_token), {"zero": 0}, num_microbatches)
+def _reference(latent: bool, per_token: bool, num_microbatches: int) -> Outcome:
+    config = variant(_small(latent, per_token), {"zero": 0}, num_microbatches)
     assert isinstance(config, Config)
-    return run_layout(config, _start(), "ragged" if per_token else "identical", SEED)
+    return run_layout(config, _start(latent), "ragged" if per_token else "identical", SEED)
 
 
 @cache
-def _start() -> dict:
-    return initial_weights(_small(True))
+def _start(latent: bool) -> dict:
+    return initial_weights(_small(latent, True))
 
 
 def _run(mutation: Mutation) -> Outcome:
     per_token = mutation.batch == "ragged"
     layout = chosen_layouts(mutation.layout, devices=1)[0]
-    config = variant(_small(per_token), layout, mutation.num_microbatches)
+    config = variant(_small(mutation.latent, per_token), layout, mutation.num_microbatches)
     assert isinstance(config, Config), config
-    return run_layout(config, _start(), mutation.batch, SEED)
+    return run_layout(config, _start(mutation.latent), mutation.batch, SEED)
 
 
 def _caught_by(mutation: Mutation) -> str:
     per_token = mutation.batch == "ragged"
     # aux_loss depends on M by definition, so a ragged batch is compared at the same M.
-    reference = _reference(per_token, mutation.num_microbatches if per_token else 1)
+    reference = _reference(mutation.latent, per_token, mutation.num_microbatches if per_token else 1)
     with applied(mutation):
         try:
             outcome = _run(mutation)
@@ -96,7 +115,8 @@ def test_a_fault_is_caught(mutation: Mutation, x64: None, record_property: Calla
     assert caught_by.startswith(mutation.caught_by), f"{mutation.name}: {caught_by}"
 
 
+@pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize("layout", ["dp=2,sp=2", "pp=2"])
-def test_without_a_fault_nothing_differs(layout: str, x64: None) -> None:
-    healthy = Mutation("none", "step.norms:clip_scale", "1.0", "1.0", layout, "verify", 2)
-    assert max(d.value for d in differences(_reference(True, 2), _run(healthy))) < TOLERANCE
+def test_without_a_fault_nothing_differs(layout: str, latent: bool, x64: None) -> None:
+    healthy = Mutation("none", "step.norms:clip_scale", "1.0", "1.0", layout, "verify", 2, latent=latent)
+    assert max(d.value for d in differences(_reference(latent, True, 2), _run(healthy))) < TOLERANCE
