@@ -7,6 +7,7 @@ tokens for them, so no text can end a document.
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from jaxmoe.data.byte_lengths import token_byte_lengths
 from jaxmoe.data.cache import cached_folder, fingerprint
 from jaxmoe.data.sources import Documents
 
+TOKENIZER_FILE, _CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
 BPE_TRAINING_BYTES = 256 * 2**20
 """BPE learns from the first documents up to this many bytes: more text hardly changes the merges, but costs time."""
@@ -99,6 +101,7 @@ class SubwordTokenizer:
         self._inner.no_truncation()
         self._inner.no_padding()
         self._cut_long_texts = cut_long_texts
+        self._definition = definition
         vocabulary = self._inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.eos_id = _find_eos(vocabulary, parsed, eos_token, place)
@@ -123,6 +126,25 @@ class SubwordTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def save(self, folder: Path) -> None:
+        """Writes tokenizer.json and, for the token that ends a document, tokenizer_config.json; each whole or not."""
+        folder.mkdir(parents=True, exist_ok=True)
+        eos = {"eos_token": self._inner.id_to_token(self.eos_id)}
+        for name, text in ((TOKENIZER_FILE, self._definition), (_CONFIG_FILE, json.dumps(eos))):
+            fresh = folder / f".{name}.new"
+            fresh.write_text(text, encoding="utf-8")
+            os.replace(fresh, folder / name)
+
+
+def saved_tokenizer(config: schema.Config, folder: Path) -> Tokenizer:
+    """The tokenizer that a run saved in `folder`, without its training text.
+
+    Raises: UserError when there is none, or it is broken.
+    """
+    if config.data.tokenizer.kind == "bytes":
+        return ByteTokenizer()
+    return _from_file(schema.Tokenizer(kind="file", path=str(folder / TOKENIZER_FILE)))
 
 
 def open_tokenizer(config: schema.Config, training: Documents) -> Tokenizer:
@@ -181,11 +203,11 @@ def _bpe(training: Documents, vocab_size: int, cache_dir: str) -> SubwordTokeniz
     def build(folder: Path) -> None:
         _log.info("training a byte-level BPE of %d tokens on %s", vocab_size, training.section)
         definition = train_bpe(_first_texts(training), vocab_size)
-        (folder / "tokenizer.json").write_text(definition, encoding="utf-8")
+        (folder / TOKENIZER_FILE).write_text(definition, encoding="utf-8")
 
     # The library's version counts: another one may break ties between merges differently.
     key = fingerprint("bpe", training.content_hash, vocab_size, BPE_TRAINING_BYTES, tokenizers.__version__)
-    file = cached_folder(cache_dir, f"bpe-{key[:16]}", build) / "tokenizer.json"
+    file = cached_folder(cache_dir, f"bpe-{key[:16]}", build) / TOKENIZER_FILE
     tokenizer = SubwordTokenizer(
         file.read_text(encoding="utf-8"), eos_token=END_OF_TEXT, place=str(file), cut_long_texts=True
     )
@@ -215,7 +237,7 @@ def _from_file(settings: schema.Tokenizer) -> SubwordTokenizer:
         raise UserError(f"{place}: not UTF-8 text at byte {error.start}; give a tokenizer.json") from error
     except OSError as error:
         raise UserError(f"{place}: cannot be read ({error.strerror}); give a tokenizer.json") from error
-    eos_token = settings.eos_token or _eos_of_config(path.with_name("tokenizer_config.json"))
+    eos_token = settings.eos_token or _eos_of_config(path.with_name(_CONFIG_FILE))
     return SubwordTokenizer(definition, eos_token=eos_token, place=place, cut_long_texts=False)
 
 

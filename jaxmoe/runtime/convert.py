@@ -47,7 +47,7 @@ def export_run(
     small = inference_config(local, mesh)
     with Checkpoints(folder.checkpoints) as checkpoints:
         params, router_bias = load_weights(small, mesh, checkpoints, step)
-    save_hf(inference_state(params, router_bias, small, mesh), target, dtype=dtype)
+    save_hf(inference_state(params, router_bias, small, mesh), target, dtype=dtype, tokenizer_from=folder.tokenizer)
 
 
 def _on_one_device(config: Config) -> Config:

@@ -12,7 +12,7 @@ from jaxmoe.checkpoint.store import Checkpoints
 from jaxmoe.config import Config, UserError
 from jaxmoe.data import Tokenizer
 from jaxmoe.data.sources import Documents
-from jaxmoe.data.tokenizer import open_tokenizer
+from jaxmoe.data.tokenizer import open_tokenizer, saved_tokenizer
 from jaxmoe.generation.decode import continue_prompts
 from jaxmoe.generation.settings import Sampling
 from jaxmoe.runtime.restore import load_weights
@@ -104,7 +104,10 @@ def generate_text(
     Raises: UserError when the mesh does not fit the devices, the checkpoint is damaged, or a prompt is empty.
     """
     mesh = make_mesh(config)
-    tokenizer = open_tokenizer(config, Documents(config.data.train, "data.train"))
+    if folder.tokenizer.exists() or config.data.tokenizer.kind == "bytes":
+        tokenizer = saved_tokenizer(config, folder.tokenizer)
+    else:  # converted, never trained
+        tokenizer = open_tokenizer(config, Documents(config.data.train, "data.train"))
     small = inference_config(config, mesh)
     with Checkpoints(folder.checkpoints) as checkpoints:
         params, router_bias = load_weights(small, mesh, checkpoints, step)

@@ -2,6 +2,7 @@
 
 config.yaml     the resolved configuration
 run.json        {"starts": [...]}: versions, commit, devices, mesh, seeds, data of every start of the run
+tokenizer/      the tokenizer, unless it is that of raw bytes; a run that was converted and not trained has none
 metrics.jsonl, tensorboard/     what the sinks write
 checkpoints/    see jaxmoe/checkpoint
 """
@@ -35,6 +36,10 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / FOLDER
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer"
 
     @property
     def steps(self) -> list[int]:

@@ -10,6 +10,7 @@ from jaxmoe.checkpoint.about import check_data, check_model
 from jaxmoe.checkpoint.store import Checkpoints
 from jaxmoe.config import Config
 from jaxmoe.data import TrainingData, unigram_baseline
+from jaxmoe.data.tokenizer import SubwordTokenizer
 from jaxmoe.generation.settings import Sampling
 from jaxmoe.runtime.environment import commit, variables, versions
 from jaxmoe.runtime.inference import generate
@@ -51,6 +52,8 @@ def train(
         first = int(state.step)
         if primary:
             folder.write_start(config, _facts(config, mesh, data, first))
+            if isinstance(data.tokenizer, SubwordTokenizer):
+                data.tokenizer.save(folder.tokenizer)
         _announce(config, state, data, display)
         sinks = open_sinks(config, folder.path, first, primary=primary, emit=display.emit)
         try:

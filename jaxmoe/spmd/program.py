@@ -36,6 +36,20 @@ def manual(function: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: An
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
 
+def _as_jit_writes(spec: P, mesh: Mesh) -> P:
+    """`spec` as the outputs of a jitted step carry it: without axes of size one, without None at the end."""
+    groups = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    wide = [tuple(axis for axis in group if mesh.shape[axis] > 1) for group in groups]
+    while wide and not wide[-1]:
+        wide.pop()
+    return P(*(group[0] if len(group) == 1 else group or None for group in wide))
+
+
 def shardings(mesh: Mesh, specs: Any) -> Any:
-    """A tree of `PartitionSpec` as a tree of `NamedSharding`."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+    """A tree of `PartitionSpec` as a tree of `NamedSharding`.
+
+    Equal to those of a step's outputs, so that the second step finds the program of the first.
+    """
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, _as_jit_writes(spec, mesh)), specs, is_leaf=lambda x: isinstance(x, P)
+    )

@@ -136,6 +136,7 @@ def save_hf(
     path: str | os.PathLike[str],
     *,
     dtype: str | None = None,
+    tokenizer_from: str | os.PathLike[str] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes the weights and router biases as a Hugging Face folder; the bytes do not depend on the layout.
@@ -145,6 +146,7 @@ def save_hf(
 
     Args:
         dtype: bfloat16, float16, float32 or float64 for all weights; router biases are float32 at least.
+        tokenizer_from: folder whose tokenizer files are copied for a state without `model.from_hf`.
         max_shard_bytes: larger checkpoints are cut into files with an index.
 
     Raises: UserError, in all processes, when the folder exists or cannot be written, `model.from_hf` does not exist, or
@@ -165,13 +167,14 @@ def save_hf(
     dtypes |= {tensor.name: "F32" for tensor in tensors if _is_bias(tensor) and dtypes[tensor.name] in ("BF16", "F16")}
     if stored is not None and dtype is None:
         dtypes |= {name: stored[name].dtype for name in dtypes if name in stored}
+    tokenizer_folder = source or tokenizer_from
     write_folder(
         path,
         hf_config(config.model, chosen, values),
         shards(tensors, dtypes, max_shard_bytes),
         dtypes,
         lambda tensor: _on_host(leaves[tensor.path], tensor.place),
-        tokenizer_from=Path(source) if source else None,
+        tokenizer_from=Path(tokenizer_folder) if tokenizer_folder else None,
         process=jax.process_index(),
         failed_first=_said_by_first if jax.process_count() > 1 else None,
     )

@@ -9,11 +9,11 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 import jaxmoe
 from jaxmoe.config.schema import Config
 from jaxmoe.spmd.axes import AXES
+from jaxmoe.spmd.program import shardings
 from jaxmoe.step.layout import Layout, make_layout
 from jaxmoe.step.state import TrainState, fresh_arrays, state_specs
 from tests.reference.naive import FAST_COMPILE
@@ -158,7 +158,7 @@ def make_state(config: Config, devices: int, arrays: tuple[Tree, Tree] | None = 
     state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
     params, bias = (from_natural(tree, state) for tree in arrays or natural_arrays(config))
     state = TrainState(params, bias, state.opt_state, state.step, state.skipped_in_a_row, config, mesh)
-    return jax.tree.map(lambda value, spec: jax.device_put(value, NamedSharding(mesh, spec)), state, specs)
+    return jax.device_put(state, shardings(mesh, specs))
 
 
 @lru_cache(maxsize=64)

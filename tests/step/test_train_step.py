@@ -68,7 +68,9 @@ def test_one_update_is_that_of_optax_on_whole_arrays():
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), adam)
     updates, _ = optimizer.update(gradient, optimizer.init(params), params)
     bias = naive.moved_bias(cases.to_natural(state.router_bias, state), state.config, np.asarray(outcome.expert_counts))
+    placed = [leaf.sharding for leaf in jax.tree.leaves(state)]
     new, metrics = cases.run(jaxmoe.train_step, state, batch)
+    assert [leaf.sharding for leaf in jax.tree.leaves(new)] == placed, "the next step would be traced again"
     cases.assert_close(cases.to_natural(new.params, new), optax.apply_updates(params, updates), 1e-12, "parameter")
     jax.tree.map(np.testing.assert_array_equal, cases.to_natural(new.router_bias, new), bias)
     scalars = metrics.scalars()
