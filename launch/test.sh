@@ -34,7 +34,7 @@ stage() {
     fi
 }
 
-stage shell "$(dirname "$python")/shellcheck" -x launch/*.sh .ci/run
+stage shell "$(dirname "$python")/shellcheck" -x launch/*.sh launch/slurm/*.sbatch .ci/run
 stage format "$python" -m ruff format --check .
 stage lint "$python" -m ruff check --output-format concise .
 stage types "$python" -m pyright --pythonpath "$python"

@@ -6,6 +6,7 @@
 Written by orbax in the background under a temporary name, renamed when complete.
 """
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +17,7 @@ import orbax.checkpoint as ocp
 from jaxmoe.checkpoint.about import About
 from jaxmoe.checkpoint.folder import saved_steps
 from jaxmoe.checkpoint.layers import TRUNK, LayerOrder, from_natural, to_natural
-from jaxmoe.config.errors import UserError
+from jaxmoe.config.errors import UserError, refuse_full_disk
 
 Tree = Any
 Named = dict[str, Any]
@@ -54,10 +55,9 @@ class Checkpoints:
             order: the repeat at each place of that dim; -1 is padding.
         """
         arrays = _nested(_in_natural_order(_named(state), LayerOrder(order)))
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(arrays=ocp.args.PyTreeSave(arrays), about=ocp.args.JsonSave(about.to_json())),
-        )
+        args = ocp.args.Composite(arrays=ocp.args.PyTreeSave(arrays), about=ocp.args.JsonSave(about.to_json()))
+        with self._writing():
+            self._manager.save(step, args=args)
 
     def about(self, step: int) -> About:
         """What checkpoint `step` says about itself.
@@ -105,10 +105,18 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Returns when everything is on disk. Raises what went wrong in the background."""
-        self._manager.wait_until_finished()
+        with self._writing():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
-        self._manager.close()
+        with self._writing():
+            self._manager.close()
+
+    def _writing(self) -> AbstractContextManager[None]:
+        """Around what writes, or reports what was written in the background."""
+        step = max(self.steps(), default=None)
+        rest = "no checkpoint is complete yet" if step is None else f"step {step} is complete"
+        return refuse_full_disk(str(self.folder), f"make room and give the same command again; {rest}")
 
     def __enter__(self) -> Self:
         return self

@@ -73,6 +73,22 @@ def show_value(value: object) -> str:
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
 
 
+#: What the system and the libraries below say when a disk takes no more.
+_FULL_DISK = ("No space left", "Disk quota exceeded", "File too large", "Read-only file system", "Input/output error")
+
+
+@contextmanager
+def refuse_full_disk(place: str, fix: str) -> Iterator[None]:
+    """Turns a failed write into a `UserError`; any other exception passes through."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = next((text for text in _FULL_DISK if text in str(error)), None)
+        if reason is None:
+            raise
+        raise UserError(f"{place}: cannot be written ({reason}); {fix}") from error
+
+
 @contextmanager
 def fail_on_user_error() -> Iterator[None]:
     """For commands: ends the process with exit code 2 and the message on stderr when a `UserError` comes out.

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxmoe.config.errors import UserError
+from jaxmoe.config.errors import UserError, refuse_full_disk
 
 FORMAT_VERSION = 1
 _MANIFEST = "manifest.json"
@@ -61,7 +61,8 @@ def _build_and_publish(folder: Path, build: Callable[[Path], None]) -> None:
     new = folder.with_name(f"{folder.name}.new-{uuid.uuid4().hex}")
     new.mkdir()
     try:
-        build(new)
+        with refuse_full_disk(str(folder.parent), "make room, or name another folder as data.cache_dir"):
+            build(new)
         files = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in sorted(new.iterdir())}
         (new / _MANIFEST).write_text(json.dumps({"format": FORMAT_VERSION, "files": files}, indent=1) + "\n")
         for file in new.iterdir():

@@ -65,6 +65,7 @@ class Display:
         logger = logging.getLogger("jaxmoe")
         logger.addHandler(self._handler)
         logger.setLevel(logging.INFO)
+        _BACKGROUND.addFilter(_has_no_traceback)
         return self
 
     def __exit__(
@@ -72,6 +73,7 @@ class Display:
     ) -> None:
         self.end_steps()
         logging.getLogger("jaxmoe").removeHandler(self._handler)
+        _BACKGROUND.removeFilter(_has_no_traceback)
 
     def log(self, record: logging.LogRecord) -> None:
         """A message of a logger: as it is, warnings marked as such, from every process."""
@@ -82,6 +84,14 @@ class Display:
             self._console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)
         else:
             print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+#: Where orbax logs each exception of its threads, which `Checkpoints.wait` raises as well, once.
+_BACKGROUND = logging.getLogger("absl")
+
+
+def _has_no_traceback(record: logging.LogRecord) -> bool:
+    return record.exc_info is None
 
 
 class _LogHandler(logging.Handler):

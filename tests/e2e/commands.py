@@ -17,7 +17,7 @@ def tiny_tree(folder: Path, run: Path) -> dict:
     return {
         "run": {"dir": str(run), "steps": STEPS, "eval_every": 4},
         "model": {
-            "vocab_size": 257,
+            "vocab_size": 300,
             "d_model": 8,
             "num_layers": 2,
             "attention": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4},
@@ -33,6 +33,7 @@ def tiny_tree(folder: Path, run: Path) -> dict:
         "data": {
             "train": {"kind": "txt", "path": str(SPEECHES / "train")},
             "validation": {"kind": "txt", "path": str(SPEECHES / "validation")},
+            "tokenizer": {"kind": "bpe"},
             "cache_dir": str(folder / "cache"),
         },
         "checkpoint": {"every": 3},

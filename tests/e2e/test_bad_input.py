@@ -1,6 +1,7 @@
 """What a user gets wrong ends with code 2, one message, no traceback, at once, and nothing is overwritten."""
 
 import fcntl
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -76,7 +77,7 @@ def test_bad_input_is_one_message_and_leaves_the_run_alone(
     output = finish(
         start("train", "--config", str(write_config(tmp_path / "c.yaml", tree)), may_use_jax=False), expect=2
     )
-    assert output.startswith("error: "), output
+    assert "\nerror: " in f"\n{output}", output
     assert "Traceback" not in output
     for text in expected:
         assert text in output, output
@@ -171,3 +172,21 @@ def test_generate_refuses_what_it_cannot_do(trained: tuple[Path, str], words: li
     output = finish(start("generate", "--run", str(trained[0]), "--prompt", "x", *words, may_use_jax=False), expect=2)
     assert expected in output
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(("kilobytes", "new_cache"), [(17, False), (4, True)], ids=["checkpoint", "cache"])
+def test_a_full_disk_is_said_in_one_line(shared: Path, trained, tmp_path: Path, kilobytes: int, new_cache: bool):
+    tree = tiny_tree(shared, tmp_path / "run")
+    tree["logging"]["tensorboard"] = False
+    if new_cache:
+        tree["data"]["cache_dir"] = str(tmp_path / "cache")
+    process = start("train", "--config", str(write_config(tmp_path / "c.yaml", tree)))
+    # A limit on the size of files stands for the disk.
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (kilobytes * 1024, kilobytes * 1024))
+    output = finish(process, expect=2)
+    assert "Traceback" not in output
+    [line] = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert "cannot be written (File too large); make room" in line
+    place = tmp_path / ("cache" if new_cache else "run/checkpoints")
+    assert str(place) in line
+    assert ("no checkpoint is complete yet" in line) != new_cache

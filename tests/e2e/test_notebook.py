@@ -11,6 +11,8 @@ NOTEBOOK = Path(__file__).parents[2] / "launch" / "notebooks" / "train_on_a_gpu.
 
 def _with_parameters(notebook: nbformat.NotebookNode, **values: object) -> nbformat.NotebookNode:
     (cell,) = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])]
+    assert f'REPOSITORY = "{Path(*[".."] * 2)}"' in cell.source
+    assert (NOTEBOOK.parent / ".." / ".." / "pyproject.toml").is_file()
     cell.source += "".join(f"\n{name} = {value!r}" for name, value in values.items())
     return notebook
 
