@@ -233,6 +233,23 @@ MUTATIONS = [
         "verify",
     ),
     Mutation(
+        "choices that reached an expert counted once per tp rank",
+        "model.moe:Experts._once",
+        "jnp.where(rank(TP) == 0, value, 0)",
+        "value",
+        "tp=2,experts_over=ep",
+        "verify",
+    ),
+    Mutation(
+        "ranges of router biases in the slots of the first stage",
+        "step.router_bias:bias_range",
+        "layer_ids + position",
+        "jnp.arange(layer_ids.shape[0]) + position",
+        "pp=2",
+        "verify",
+        2,
+    ),
+    Mutation(
         "pipeline bubble not masked",
         "step.pipeline:_run_trunk",
         'jnp.where(active, own["segment_ids"], 0)',
