@@ -24,6 +24,8 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+#: Bytes that are read before files are closed and opened again; a parameter of many layers may be far larger.
+_MOST_MAPPED = 256 * 2**20
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -59,6 +61,7 @@ class WeightFiles:
             raise UserError(_listed(f"{self.folder}: the weights are not whole", problems))
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
+        self._mapped_bytes = 0
 
     def _read_head(self, file: str, problems: list[str]) -> None:
         path = self.folder / file
@@ -86,15 +89,19 @@ class WeightFiles:
     def release(self) -> None:
         """Closes the files, so that the pages they were mapped to leave memory."""
         self._stack.close()
-        self._stack, self._open = ExitStack(), {}
+        self._stack, self._open, self._mapped_bytes = ExitStack(), {}, 0
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """A piece of a tensor, in the dtype it is stored in."""
         stored = self.tensors[name]
+        if self._mapped_bytes > _MOST_MAPPED:
+            self.release()
         if stored.file not in self._open:
             opened = safe_open(self.folder / stored.file, framework="np")
             self._open[stored.file] = self._stack.enter_context(opened)
-        return self._open[stored.file].get_slice(name)[index]
+        value = self._open[stored.file].get_slice(name)[index]
+        self._mapped_bytes += value.nbytes
+        return value
 
 
 def _files(folder: Path) -> dict[str, str]:

@@ -37,7 +37,8 @@ def load_parameters(
     check_tensors(files, tensors, skip)
     loaded = {}
     for path, own in by_parameter(tensor for tensor in tensors if not tensor.is_copy).items():
-        loaded[path] = _load_one(files, own, leaves[path])
+        # Until a parameter is on its devices the host holds it: one at a time.
+        loaded[path] = jax.block_until_ready(_load_one(files, own, leaves[path]))
         files.release()
     return loaded
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -17,6 +18,7 @@ from tests.interop.golden_cases import FOLDER
 from tests.interop.test_round_trip import assert_same_tensors, tensors_of
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+SHARD = "model-0000{}-of-00004.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
@@ -90,6 +92,29 @@ WRONG = {
         "qwen3_moe",
         with_config(rope_parameters={"rope_type": "spiral", "rope_theta": 1.0}),
         ["rope_parameters.rope_type='spiral'"],
+    ),
+    "wrong_number_of_experts": (
+        "qwen3_moe",
+        with_config(num_local_experts=6),
+        ["mlp.gate.weight has shape [8, 32], must be [6, 32]", "experts.6.up_proj.weight is extra"],
+    ),
+    "float8": (
+        "qwen3_moe",
+        lambda f: rewritten(f, lambda t: t | {EXPERT: t[EXPERT].astype(ml_dtypes.float8_e4m3fn)}),
+        [f"{EXPERT} is F8_E4M3; only F64, F32, F16, BF16 are read"],
+    ),
+    "tensor_in_two_shards": (
+        "mixtral_sharded",
+        lambda f: save_file(
+            load_file(f / SHARD.format(1)) | load_file(f / SHARD.format(2)),
+            f / SHARD.format(2),
+        ),
+        [f"lm_head.weight stands in {SHARD.format(1)} and in {SHARD.format(2)}"],
+    ),
+    "pointer_to_a_file_that_was_not_fetched": (
+        "qwen3_moe",
+        lambda f: (f / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
+        ["model.safetensors is damaged or cut short"],
     ),
     "no_config": ("qwen3_moe", lambda f: (f / "config.json").unlink(), ["config.json: no such file"]),
     "no_weights": ("qwen3_moe", lambda f: (f / "model.safetensors").unlink(), ["holds neither"]),
