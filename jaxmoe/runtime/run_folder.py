@@ -11,6 +11,7 @@ import datetime
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,10 +79,11 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the folder for this process.
+        """Holds the folder for this process. A new one in which nothing came to be written is removed again.
 
         Raises: UserError when another one trains in it, or it cannot be written.
         """
+        is_new = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / _LOCK_FILE).open("w")
@@ -96,7 +98,15 @@ class RunFolder:
                 raise UserError(
                     f"run.dir={self.path}: another process is training in it; wait for it or choose another run.dir"
                 ) from None
-            yield
+            try:
+                yield
+            finally:
+                if is_new and self._is_empty():
+                    shutil.rmtree(self.path)
+
+    def _is_empty(self) -> bool:
+        found = {item.name for item in self.path.iterdir()}
+        return found <= {_LOCK_FILE, FOLDER} and not any(self.checkpoints.glob("*"))
 
     def write_start(self, config: Config, facts: dict[str, Any]) -> None:
         """Writes the resolved config, and adds this start to run.json."""

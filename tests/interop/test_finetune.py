@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import jaxmoe
@@ -31,14 +32,12 @@ def folder(tmp_path):
     return target
 
 
-@pytest.mark.slow
-def test_a_checkpoint_is_trained_further_and_written_back(folder, tmp_path, capsys):
-    run, out = tmp_path / "run", tmp_path / "further"
-    words = [
+def words(folder, tmp_path):
+    return [
         "--config",
         CONFIG,
         f"model.from_hf={folder}",
-        f"run={{dir: {run}, steps: 2}}",
+        f"run={{dir: {tmp_path / 'run'}, steps: 2}}",
         f"data={{train: {{kind: txt, path: {tmp_path / 'texts'}, last_year: null}}, validation: null}}",
         f"data.cache_dir={tmp_path / 'cache'}",
         f"data.tokenizer={{kind: file, path: {folder / 'tokenizer.json'}, eos_token: <eos>}}",
@@ -47,7 +46,12 @@ def test_a_checkpoint_is_trained_further_and_written_back(folder, tmp_path, caps
         "parallel={dp: 2, ep: 2, tp: 2}",
         "logging={every: 1, tensorboard: false}",
     ]
-    assert train.main(words) == 0
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_trained_further_and_written_back(folder, tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "further"
+    assert train.main(words(folder, tmp_path)) == 0
     assert f"starting from the weights in {folder}" in capsys.readouterr().out
     assert convert.main(["jaxmoe-to-hf", "--run", str(run), "--to", str(out)]) == 0
     before, after = tensors_of(folder), tensors_of(out)
@@ -59,3 +63,28 @@ def test_a_checkpoint_is_trained_further_and_written_back(folder, tmp_path, caps
     assert (out / "tokenizer.json").read_text() == (folder / "tokenizer.json").read_text()
     assert json.loads((out / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
     jaxmoe.load_hf_config(out)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:-100]), "is damaged or cut short"),
+        (lambda file: save_file({"lm_head.weight": load_file(file)["lm_head.weight"]}, file), "is missing"),
+    ],
+)
+def test_a_start_from_a_wrong_folder_leaves_no_run(spoil, text, folder, tmp_path, capsys):
+    spoil(folder / "model.safetensors")
+    with pytest.raises(SystemExit) as caught:
+        train.main(words(folder, tmp_path))
+    assert caught.value.code == 2
+    assert text in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_that_was_there_stays(folder, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "note").write_text("mine")
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(SystemExit):
+        train.main(words(folder, tmp_path))
+    assert (tmp_path / "run" / "note").read_text() == "mine"
