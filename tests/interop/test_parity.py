@@ -31,14 +31,6 @@ def live_of(arrays):
     )
 
 
-def mesh_sizes(family, mesh):
-    """The sizes of a mesh; a model without experts takes dp in place of ep."""
-    sizes = dict(MESHES[mesh])
-    if "router_logits" not in goldens.golden(family, "base"):
-        sizes["dp"] = sizes.get("dp", 1) * sizes.pop("ep", 1)
-    return sizes
-
-
 def load(family, arrays, sizes):
     batch, length = arrays["labels"].shape
     unit = sizes.get("dp", 1) * sizes.get("ep", 1) * sizes.get("pp", 1)
@@ -140,7 +132,7 @@ ON_EIGHT = [
 @pytest.mark.parametrize(("family", "case", "mesh"), ON_EIGHT)
 def test_eight_devices(family, case, mesh):
     arrays = goldens.golden(family, case)
-    sizes = mesh_sizes(family, mesh)
+    sizes = goldens.fitting(family, MESHES[mesh])
     state, fields, batch = load(family, arrays, sizes)
     check_logits(state, batch, arrays)
     check_loss(state, batch, arrays)

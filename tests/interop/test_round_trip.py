@@ -75,11 +75,15 @@ def test_narrow_tensors_come_back_bit_equal_beside_wide_ones(dtype, tmp_path):
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"])
+FAST = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss")
+ALL = [pytest.param(family, marks=() if family in FAST else pytest.mark.slow) for family in goldens.CASES]
+
+
+@pytest.mark.parametrize("family", ALL)
 def test_bytes_do_not_depend_on_the_layout(family, tmp_path):
     contents = []
     for number, (sizes, overrides) in enumerate(LAYOUTS):
-        state = goldens.load(family, sizes, (8, 16), SGD, *overrides)
+        state = goldens.load(family, goldens.fitting(family, sizes), (8, 16), SGD, *overrides)
         target = tmp_path / str(number)
         jaxmoe.save_hf(state, target, max_shard_bytes=100_000)
         contents.append({file.name: file.read_bytes() for file in sorted(target.iterdir())})
