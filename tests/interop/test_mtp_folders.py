@@ -1,6 +1,7 @@
 """Multi-token-prediction modules of a checkpoint: layers numbered on, with copies of embedding and head."""
 
 import json
+import math
 import shutil
 
 import jax
@@ -11,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 import jaxmoe
 from jaxmoe.config.errors import UserError
 from tests.interop.golden_cases import FOLDER
-from tests.interop.test_round_trip import assert_same_tensors, one_device, tensors_of
+from tests.interop.test_round_trip import LAYOUTS, assert_same_tensors, one_device, tensors_of
 
 WIDTH = 32
 COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
@@ -56,6 +57,17 @@ def test_round_trip(folder, with_copies, tmp_path):
     np.testing.assert_array_equal(join[0], tensors["model.layers.3.eh_proj.weight"][:, :WIDTH].T)
     jaxmoe.save_hf(state, tmp_path / "out")
     assert_same_tensors(tensors_of(tmp_path / "out"), tensors)
+
+
+def test_bytes_do_not_depend_on_the_layout(folder, tmp_path):
+    add_copies(folder)
+    for number, (sizes, overrides) in enumerate(LAYOUTS):
+        own = [f"parallel.{axis}={sizes.get(axis, 1)}" for axis in ("pp", "dp", "ep", "sp", "tp")]
+        own += [f"batch={{global_batch_size: 8, seq_len: 16, num_microbatches: {sizes.get('pp', 1)}}}", *overrides]
+        devices = jax.devices()[: math.prod(sizes.values())]
+        mesh = jaxmoe.make_mesh(jaxmoe.load_hf_config(folder, own), devices)
+        jaxmoe.save_hf(jaxmoe.load_hf(folder, mesh, [*own, "optimizer.kind=sgd"]), tmp_path / str(number))
+        assert_same_tensors(tensors_of(tmp_path / str(number)), tensors_of(folder))
 
 
 def test_a_copy_that_differs_is_refused(folder):

@@ -122,6 +122,22 @@ def test_our_balance_loss_is_the_library_s_per_layer_over_k():
     np.testing.assert_allclose(per_layer, arrays["aux_loss_per_layer"] / 2, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize(("kind", "stage"), [("dense", "warmup"), ("sparse", "sparse")])
+def test_what_an_indexer_learns(kind, stage):
+    """The golden vectors' own derivation from the report of DeepSeek-V3.2; the library has no such loss."""
+    arrays, derived = goldens.golden("deepseek_v32", "base"), goldens.golden("deepseek_v32", "dsa_derived")
+    own = (f"model.attention.dsa.stage={stage}", f"model.attention.dsa.indexer_loss={kind}")
+    state = goldens.load("deepseek_v32", {}, arrays["labels"].shape, *own, "model.attention.dsa.indexer_loss_coeff=1")
+    out = jaxmoe.loss_and_grads(state, jaxmoe.Batch.from_numpy(goldens.batch_fields(arrays), state.mesh))
+    goldens.close(out.per_layer["indexer_loss"], derived[f"{kind}.kl"].mean((1, 2)), "KL")
+    goldens.close(out.terms["indexer_loss"], derived[f"{kind}.loss"], "KL")
+    gradients = jaxmoe.to_hf_tree(out.grads, state.config)
+    names = [key for key in derived if key.startswith(f"{kind}.grad:")]
+    assert len(names) == 15
+    for key in names:
+        goldens.close(gradients[key.partition(":")[2]], derived[key], "grad")
+
+
 ON_EIGHT = [
     pytest.param(family, case, mesh, marks=() if (family, mesh) in FAST and case == "base" else pytest.mark.slow)
     for family, case in goldens.ALL
