@@ -101,7 +101,7 @@ class RunFolder:
             try:
                 yield
             finally:
-                if is_new and self._is_empty():
+                if is_new and self.path.is_dir() and self._is_empty():
                     shutil.rmtree(self.path)
 
     def _is_empty(self) -> bool:
