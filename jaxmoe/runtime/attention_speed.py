@@ -28,7 +28,8 @@ KINDS = {
     "sparse": ({"stage": "sparse", "indexer_loss_coeff": 0.0}, "to the chosen keys"),
     "sparse_loss": ({"stage": "sparse", "indexer_loss": "sparse", "indexer_loss_coeff": 1.0}, "and its indexer's loss"),
 }
-REPEATS = 3
+#: Runs that count, of a program that is faster than `LONG_SECONDS`; else one.
+REPEATS, LONG_SECONDS = 5, 4.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Point:
     kind: str
     length: int
     seconds: float
-    """Median of `REPEATS` runs after one that is not counted."""
+    """Median of the runs that count, after one that does not."""
     megabytes: float
     """Memory that the compiled program needs beside its inputs and outputs, as XLA plans it."""
 
@@ -91,14 +92,16 @@ def _measure(model: Model, kind: str, length: int) -> Point:
     program, weights = _program(model, length)
     dtype = jnp.dtype(model.compute_dtype)
     x = jax.random.normal(jax.random.key(1), (1, length, model.d_model), dtype)
-    seconds = []
-    for _ in range(1 + REPEATS):
+
+    def run() -> float:
         start = time.perf_counter()
         jax.block_until_ready(program(weights, x))
-        seconds.append(time.perf_counter() - start)
+        return time.perf_counter() - start
+
+    seconds = [run() for _ in range(1 if run() > LONG_SECONDS else REPEATS)]
     memory = program.memory_analysis()
     assert memory is not None, "XLA's CPU and GPU backends plan memory"
-    return Point(kind, length, statistics.median(seconds[1:]), memory.temp_size_in_bytes / 1e6)
+    return Point(kind, length, statistics.median(seconds), memory.temp_size_in_bytes / 1e6)
 
 
 def draw_attention(points: Sequence[Point], config: Config, path: Path) -> None:
