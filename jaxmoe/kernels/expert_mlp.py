@@ -178,12 +178,19 @@ _PRODUCTS: dict[Implementation, _Products] = {
 }
 
 
-def _gated(hidden_P2F: jax.Array, weight_P: jax.Array, held_P: jax.Array, activation: Activation) -> jax.Array:
+def _gated(
+    gate_PF: jax.Array, up_PF: jax.Array, weight_P: jax.Array, held_P: jax.Array, activation: Activation
+) -> jax.Array:
     """weight * act(gate) * up in at least fp32; exactly 0 in rows that are not held here."""
-    wide = hidden_P2F.astype(accumulation_dtype(hidden_P2F.dtype))
-    width = hidden_P2F.shape[1] // 2
-    gated_PF = gated(activation, wide[:, :width], wide[:, width:])
+    wide = accumulation_dtype(gate_PF.dtype)
+    gated_PF = gated(activation, gate_PF.astype(wide), up_PF.astype(wide))
     return jnp.where(held_P[:, None], gated_PF * weight_P[:, None], 0)
+
+
+def _halves(hidden_P2F: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gate and up. Cut outside of what is differentiated: the gradient of a cut is a padded sum, twice the traffic."""
+    width = hidden_P2F.shape[1] // 2
+    return hidden_P2F[:, :width], hidden_P2F[:, width:]
 
 
 def _sorted_weight(weight_TK: jax.Array, routing: Routing) -> jax.Array:
@@ -215,7 +222,7 @@ def _forward(
         expert_P = jnp.minimum(_take_rows(expert_TK.reshape(-1), routing.slot_P), bias_E2F.shape[0] - 1)
         hidden_P2F = hidden_P2F + _take_rows(bias_E2F.reshape(bias_E2F.shape[0], -1), expert_P)
     hidden_P2F = checkpoint_name(hidden_P2F, "expert_hidden")
-    gated_PF = _gated(hidden_P2F, _sorted_weight(weight_TK, routing), routing.held_P, activation)
+    gated_PF = _gated(*_halves(hidden_P2F), _sorted_weight(weight_TK, routing), routing.held_P, activation)
     out_PD = products.multiply(gated_PF.astype(x_TD.dtype), down_EFD)
     saved = (x_TD, weight_TK, hidden_P2F, routing, gate_up_ED2F, down_EFD, bias_E2F)
     return _sum_slots(out_PD, routing.row_TK).astype(x_TD.dtype), saved
@@ -225,11 +232,14 @@ def _backward(products: _Products, activation: Activation, saved: tuple, dy_TD: 
     x_TD, weight_TK, hidden_P2F, routing, gate_up_ED2F, down_EFD, bias_E2F = saved
     products = products.of(routing)
     weight_P = _sorted_weight(weight_TK, routing)
-    gated_PF, gated_vjp = jax.vjp(lambda h, w: _gated(h, w, routing.held_P, activation), hidden_P2F, weight_P)
+    gated_PF, gated_vjp = jax.vjp(
+        lambda *parts: _gated(*parts, routing.held_P, activation), *_halves(hidden_P2F), weight_P
+    )
     dy_PD = _take_rows(dy_TD, routing.token_P)
     ddown_EFD = products.accumulate(gated_PF.astype(x_TD.dtype), dy_PD)
     dgated_PF = products.multiply(dy_PD, down_EFD, transposed=True)
-    dhidden_P2F, dweight_P = gated_vjp(dgated_PF.astype(gated_PF.dtype))
+    dgate_PF, dup_PF, dweight_P = gated_vjp(dgated_PF.astype(gated_PF.dtype))
+    dhidden_P2F = jnp.concatenate([dgate_PF, dup_PF], axis=1)
     dgate_up_EDC = products.accumulate(_take_rows(x_TD, routing.token_P), dhidden_P2F)
     dbias_E2F = None
     if bias_E2F is not None:
