@@ -233,7 +233,7 @@ def _backward(products: _Products, activation: Activation, saved: tuple, dy_TD: 
     products = products.of(routing)
     weight_P = _sorted_weight(weight_TK, routing)
     gated_PF, gated_vjp = jax.vjp(
-        lambda *parts: _gated(*parts, routing.held_P, activation), *_halves(hidden_P2F), weight_P
+        lambda gate, up, weight: _gated(gate, up, weight, routing.held_P, activation), *_halves(hidden_P2F), weight_P
     )
     dy_PD = _take_rows(dy_TD, routing.token_P)
     ddown_EFD = products.accumulate(gated_PF.astype(x_TD.dtype), dy_PD)

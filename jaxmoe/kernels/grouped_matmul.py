@@ -63,7 +63,7 @@ def _rows(value_PI: jax.Array, row: jax.Array, size: int) -> jax.Array:
 
 def multiply_groups(
     rows_PI: Float[Array, "P I"],
-    matrix_EIJ: Float[Array, "E I J"],
+    matrix_EIJ: Float[Array, "E _ _"],
     start_E: Int[Array, "E"],
     count_E: Int[Array, "E"],
     *,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxmoe.config.schema import Model, Objective, Router
 from jaxmoe.spmd.axes import POSITION_AXES, PP, ROW_AXES
@@ -49,7 +50,7 @@ def replicas_per_rank(objective: Objective) -> int:
     return 1 if objective.replicas is None else objective.replicas // axis_size(ROW_AXES)
 
 
-def count_step(loss_mask_MBS: jax.Array, valid_MBS: jax.Array, objective: Objective, dtype: jnp.dtype) -> StepCounts:
+def count_step(loss_mask_MBS: jax.Array, valid_MBS: jax.Array, objective: Objective, dtype: DTypeLike) -> StepCounts:
     """Count the whole step. Inputs hold this rank's tokens of the M / pp micro-batches of its pp rank.
 
     Micro-batch m is number m // pp on rank m % pp. Every token is counted by exactly one rank.

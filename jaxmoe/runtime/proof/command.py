@@ -1,5 +1,6 @@
 """The whole of a verification: plan, run, compare, print."""
 
+import gc
 import json
 import os
 import sys
@@ -23,6 +24,10 @@ from jaxmoe.runtime.proof.run import initial_weights, run_layout
 from jaxmoe.runtime.proof.shrink import shrink, split_dependent
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2}
+
+#: Then compiled programs are dropped: each takes thousands of memory maps, and Linux ends a process that needs more
+#: than 65,530 (seen after some fifty programs of a small model).
+_PROGRAMS_AT_ONCE = 12
 
 
 @dataclass(frozen=True)
@@ -58,15 +63,17 @@ def execute(plan: Plan, seed: int, console: Console) -> list[Comparison]:
     with Progress(*columns, console=console, transient=True) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
         task = bar.add_task("verify", total=len(plan.references) + len(plan.pairs), now="one device")
         start = initial_weights(plan.references[0].config)
-        futures = {
-            run: pool.submit(run_layout, run.config, start, run.batch, seed)
-            for run in [*plan.references, *(run for run, _ in plan.pairs)]
-        }
-        by_future = {future: run for run, future in futures.items()}
-        for future in as_completed(by_future):
-            future.result()
-            bar.update(task, advance=1, now=f"{by_future[future].name} M={by_future[future].num_microbatches}")
-    outcomes = {run: future.result() for run, future in futures.items()}
+        runs = [*plan.references, *(run for run, _ in plan.pairs)]
+        outcomes: dict[Run, Outcome] = {}
+        for first in range(0, len(runs), _PROGRAMS_AT_ONCE):
+            wave = runs[first : first + _PROGRAMS_AT_ONCE]
+            futures = {pool.submit(run_layout, run.config, start, run.batch, seed): run for run in wave}
+            for future in as_completed(futures):
+                run = futures[future]
+                outcomes[run] = future.result()
+                bar.update(task, advance=1, now=f"{run.name} M={run.num_microbatches}")
+            jax.clear_caches()
+            gc.collect()
     return [compare(run, outcomes[run], outcomes[reference]) for run, reference in plan.pairs]
 
 
