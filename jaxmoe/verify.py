@@ -17,9 +17,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", required=True, help="YAML file; its data is not read")
     parser.add_argument("--layouts", help='"all", or for example "tp=2,sp=2;pp=4"; a covering set by default')
     parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices (default 8)")
-    parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16"], default="float64")
+    parser.add_argument(
+        "--dtype", choices=["float64", "float32", "bfloat16"], help="default float64; float32 for --curves"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the result there")
-    parser.add_argument("--curves", metavar="PNG", help="instead: train the whole config on 8 layouts, plot the losses")
+    parser.add_argument("--curves", metavar="PNG", help="instead: train the whole config on layouts, plot the losses")
     parser.add_argument("--steps", type=int, default=50, help="of --curves (default 50)")
     parser.add_argument("--seed", type=int, default=0, help="of the batch")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
@@ -35,12 +37,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxmoe.runtime.proof.command import curves, verify
 
     if arguments.curves:
-        return curves(config, arguments.curves, arguments.steps, arguments.devices)
+        return curves(
+            config,
+            arguments.curves,
+            layouts=arguments.layouts,
+            devices=arguments.devices,
+            dtype=arguments.dtype or "float32",
+            steps=arguments.steps,
+        )
     return verify(
         config,
         layouts=arguments.layouts,
         devices=arguments.devices,
-        dtype=arguments.dtype,
+        dtype=arguments.dtype or "float64",
         json_path=arguments.json,
         seed=arguments.seed,
     )

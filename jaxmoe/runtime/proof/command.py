@@ -17,7 +17,7 @@ from rich.table import Table
 from jaxmoe.config.errors import ConfigError, UserError
 from jaxmoe.config.schema import Config
 from jaxmoe.runtime.proof.compare import Difference, Outcome, differences, flipped_routes
-from jaxmoe.runtime.proof.curves import draw_curves
+from jaxmoe.runtime.proof.curves import CURVE_LAYOUTS, draw_curves
 from jaxmoe.runtime.proof.layouts import chosen_layouts, name_of
 from jaxmoe.runtime.proof.plan import Plan, Run, make_plan
 from jaxmoe.runtime.proof.run import initial_weights, run_layout
@@ -152,10 +152,11 @@ def _write_json(path: str, comparisons: Sequence[Comparison], tolerance: float, 
     temporary.rename(path)
 
 
-def curves(config: Config, path: str, steps: int, devices: int) -> int:
-    """Draw the training curves of 8 layouts; the exit code."""
+def curves(config: Config, path: str, *, layouts: str | None, devices: int, dtype: str, steps: int) -> int:
+    """Draw the training curves of one device and of the layouts, eight in all when none are named; the exit code."""
+    chosen = [{}, *chosen_layouts(layouts, devices)] if layouts else CURVE_LAYOUTS
     _use_cpu_devices(devices)
-    draw_curves(config, path, steps, Console())
+    draw_curves(config, path, layouts=chosen, steps=steps, dtype=dtype, console=Console())
     return 0
 
 

@@ -18,7 +18,7 @@ from jaxmoe.step.batch import Batch
 from jaxmoe.step.state import init_state, make_mesh
 from jaxmoe.step.train import train_step
 
-#: Eight ways to spread eight devices; every axis is above one in some.
+#: Eight layouts, of one and of eight devices; every axis is above one in some.
 CURVE_LAYOUTS: tuple[Layout, ...] = (
     {},
     {"dp": 8, "zero": 1},
@@ -53,7 +53,7 @@ def _configs(config: Config, layouts: Sequence[Layout]) -> dict[str, Config]:
     return configs
 
 
-def _plot(curves: dict[str, list[float]], path: Path) -> None:
+def _plot(curves: dict[str, list[float]], path: Path, dtype: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -64,24 +64,29 @@ def _plot(curves: dict[str, list[float]], path: Path) -> None:
     for width, (name, losses) in zip(np.linspace(7, 1, len(curves)), curves.items(), strict=True):
         steps = np.arange(1, len(losses) + 1)
         left.plot(steps, losses, linewidth=width, alpha=0.7, label=name)
-        right.semilogy(steps, np.abs(np.asarray(losses) / reference - 1) + 1e-9, linewidth=1, label=name)
+        right.semilogy(steps, np.abs(np.asarray(losses) / reference - 1) + 1e-16, linewidth=1, label=name)
     left.set(xlabel="step", ylabel="loss, nats per token", title="training loss, drawn over each other")
-    right.set(xlabel="step", ylabel="relative difference", title="difference from one device, float32")
+    right.set(xlabel="step", ylabel="relative difference", title=f"difference from one device, {dtype}")
     right.legend(fontsize=7)
     temporary = path.with_name(f"{path.name}.tmp")
     figure.savefig(temporary, format="png", dpi=110)
     temporary.rename(path)
 
 
-def draw_curves(config: Config, path: str, steps: int, console: Console) -> float:
-    """Train the whole model on its own data in float32 on each layout; the worst relative difference of a loss."""
-    update = {"compute_dtype": "float32", "param_dtype": "float32"}
+def draw_curves(
+    config: Config, path: str, *, layouts: Sequence[Layout], steps: int, dtype: str, console: Console
+) -> float:
+    """Train the whole model on its own data on each layout, the first being one device.
+
+    Returns the largest relative difference of a loss from the first layout's.
+    """
+    update = {"compute_dtype": dtype, "param_dtype": "float64" if dtype == "float64" else "float32"}
     config = config.model_copy(update={"model": config.model.model_copy(update=update)})
     data, curves = open_data(config).train, {}
-    for name, made in _configs(config, CURVE_LAYOUTS).items():
+    for name, made in _configs(config, layouts).items():
         curves[name] = _losses(made, data, steps)
         console.print(f"{name}: loss {curves[name][0]:.6f} -> {curves[name][-1]:.6f}")
-    _plot(curves, Path(path))
+    _plot(curves, Path(path), dtype)
     reference = np.asarray(next(iter(curves.values())))
     worst = max(float(np.max(np.abs(np.asarray(losses) / reference - 1))) for losses in curves.values())
     console.print(f"largest relative difference of a loss from one device in {steps} steps: {worst:.1e}; plot: {path}")
