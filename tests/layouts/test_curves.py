@@ -19,4 +19,5 @@ def test_losses_of_two_layouts_lie_on_each_other(tmp_path: Path):
     worst = draw_curves(config, str(picture), layouts=layouts, steps=3, dtype="float32", console=Console(file=said))
     assert 0 < worst < 1e-5
     assert said.getvalue().count(": loss ") == 2
-    assert Image.open(picture).size[0] > 500
+    with Image.open(picture) as image:
+        assert image.size[0] > 500
