@@ -58,16 +58,16 @@ def _plot(curves: dict[str, list[float]], path: Path, dtype: str) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError('--curves needs matplotlib: pip install "jaxmoe[demo]"') from error
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     reference = np.asarray(next(iter(curves.values())))
     for width, (name, losses) in zip(np.linspace(7, 1, len(curves)), curves.items(), strict=True):
         steps = np.arange(1, len(losses) + 1)
         left.plot(steps, losses, linewidth=width, alpha=0.7, label=name)
-        right.semilogy(steps, np.abs(np.asarray(losses) / reference - 1) + 1e-16, linewidth=1, label=name)
+        right.semilogy(steps, np.abs(np.asarray(losses) / reference - 1) + 1e-16, linewidth=1)
     left.set(xlabel="step", ylabel="loss, nats per token", title="training loss, drawn over each other")
     right.set(xlabel="step", ylabel="relative difference", title=f"difference from one device, {dtype}")
-    right.legend(fontsize=7)
+    figure.legend(loc="outside right upper", fontsize=8)
     temporary = path.with_name(f"{path.name}.tmp")
     figure.savefig(temporary, format="png", dpi=110)
     temporary.rename(path)
