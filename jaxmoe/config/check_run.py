@@ -1,6 +1,7 @@
 """Rules between the fields of the run: schedule, tokenizer, texts."""
 
 from collections.abc import Iterator
+from unicodedata import category
 
 from jaxmoe.config.check_model import Rule
 from jaxmoe.config.errors import ABSENT, Problem
@@ -16,6 +17,20 @@ _TOKENIZER = "data.tokenizer"
 def _run_dir(config: Config) -> Iterator[Problem]:
     if not config.run.dir.strip():
         yield Problem("run.dir", config.run.dir, "must name a folder", "use a path such as runs/first")
+
+
+def _paths(config: Config) -> Iterator[Problem]:
+    """What is on this machine's disk is judged by `check_files`."""
+    named = {
+        "run.dir": config.run.dir,
+        "model.from_hf": config.model.from_hf,
+        "data.cache_dir": config.data.cache_dir,
+        f"{_TOKENIZER}.path": config.data.tokenizer.path,
+        **{f"{path}.path": source.path for path, source in sources(config)},
+    }
+    for path, text in named.items():
+        if any(category(character) == "Cc" for character in text or ""):
+            yield Problem(path, text, "holds a line break or another control character", "remove it")
 
 
 def _warmup(config: Config) -> Iterator[Problem]:
@@ -114,4 +129,4 @@ def _years(path: str, source: Source) -> Iterator[Problem]:
         yield Problem(f"{path}.first_year", source.first_year, rule, f"use {source.last_year} or earlier")
 
 
-RUN_RULES: tuple[Rule, ...] = (_run_dir, _warmup, _decay, _tokenizer, _train_source, _validation_source)
+RUN_RULES: tuple[Rule, ...] = (_run_dir, _paths, _warmup, _decay, _tokenizer, _train_source, _validation_source)

@@ -1,5 +1,6 @@
 """Errors that a user can mend, and how a command shows them. Does not import jax."""
 
+import errno
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +38,8 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        place = self.path if self.value is ABSENT else f"{self.path}={show_value(self.value)}"
+        path = self.path if self.path.isprintable() and 0 < len(self.path) <= _LONGEST_VALUE else show_value(self.path)
+        place = path if self.value is ABSENT else f"{path}={show_value(self.value)}"
         return f"{place}: {self.rule}; {self.fix}"
 
 
@@ -65,12 +67,22 @@ def show_value(value: object) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
     if isinstance(value, Mapping):
-        text = "{" + ", ".join(f"{key}: {show_value(item)}" for key, item in value.items()) + "}"
+        text = "{" + _joined(f"{key}: {show_value(item)}" for key, item in value.items()) + "}"
     elif isinstance(value, list | tuple):
-        text = "[" + ", ".join(show_value(item) for item in value) + "]"
+        text = "[" + _joined(show_value(item) for item in value) + "]"
     else:
         text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+def _joined(parts: Iterator[str]) -> str:
+    """With commas, no more of them than are shown: an item may stand in many places, and they multiply."""
+    text = ""
+    for part in parts:
+        text += f", {part}" if text else part
+        if len(text) >= _LONGEST_VALUE:
+            break
+    return text
 
 
 #: What the system and the libraries below say when a disk takes no more.
@@ -89,14 +101,24 @@ def refuse_full_disk(place: str, fix: str) -> Iterator[None]:
         raise UserError(f"{place}: cannot be written ({reason}); {fix}") from error
 
 
+#: Why the system refuses a path, as far as a user can mend it.
+_REFUSED_PATH = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
+
+
 @contextmanager
 def fail_on_user_error() -> Iterator[None]:
     """For commands: ends the process with exit code 2 and the message on stderr when a `UserError` comes out.
 
-    Context manager and decorator. Any other exception passes through: it is a bug and keeps its traceback.
+    So does a path that the system refuses. Context manager and decorator. Any other exception passes through: it is a
+    bug and keeps its traceback.
     """
     try:
         yield
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    except (UserError, OSError) as error:
+        message = str(error)
+        if isinstance(error, OSError):
+            if error.filename is None or error.errno not in _REFUSED_PATH:
+                raise
+            message = f"{show_value(str(error.filename))}: {error.strerror}; choose another path, or get access to this"
+        print(f"error: {message}", file=sys.stderr, flush=True)
         raise SystemExit(USER_ERROR_EXIT_CODE) from None

@@ -99,7 +99,15 @@ def read_tree(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _read_with_bases(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
-    resolved = path.resolve()
+    try:
+        resolved = path.resolve()
+        is_folder, exists = path.is_dir(), path.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a NUL in it, a circle of links
+        _refuse(path, f"cannot be read: {error}", "correct the name")
+    if is_folder:
+        _refuse(path, "is a folder, not a file", "name a .yaml file in it")
+    if not exists:
+        _refuse(path, "no such file", missing_path_fix(path))
     if resolved in children:
         chain = " -> ".join(str(item) for item in (*children, resolved))
         _refuse(path, f"is its own base: {chain}", "remove one `base`")
@@ -116,8 +124,6 @@ def _read_with_bases(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        _refuse(path, "is a folder, not a file" if path.is_dir() else "no such file", missing_path_fix(path))
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

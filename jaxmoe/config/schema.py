@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 DType = Literal["bfloat16", "float32", "float64"]
-Size = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
+LARGEST = 2**31 - 1
+"""Of every whole number: counters, ids and sizes are 32-bit on the devices."""
+Size = Annotated[int, Field(ge=1, le=LARGEST)]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
@@ -254,7 +256,7 @@ class Objective(Section):
 
 
 class Parallel(Section):
-    dp: int = -1
+    dp: Annotated[int, Field(le=LARGEST)] = -1
     """Data-parallel replicas; -1 is what the devices leave."""
     ep: Size = 1
     sp: Size = 1

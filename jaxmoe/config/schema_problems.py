@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from jaxmoe.config.errors import ABSENT, Problem, show_value
-from jaxmoe.config.schema import Config, Section
+from jaxmoe.config.schema import LARGEST, Config, Section
 from jaxmoe.config.schema_walk import all_paths, describe, dotted, limits_of, options, section_class
 
 _MOST_SUGGESTIONS = 3
@@ -80,7 +80,9 @@ def schema_problems(error: ValidationError, tree: Mapping[str, Any]) -> SchemaPr
             problems[path] = _missing(path, field)
         else:
             value = _value_at(tree, path)
-            problems[path] = Problem(path, value, f"must be {describe(field)}", _value_fix(value, field))
+            is_too_large = isinstance(value, int) and value > LARGEST and int in dict(options(field))
+            wanted = f"at most {LARGEST}" if is_too_large else describe(field)
+            problems[path] = Problem(path, value, f"must be {wanted}", _value_fix(value, field))
     return SchemaProblems(list(problems.values()), frozenset(unreadable))
 
 
@@ -129,9 +131,11 @@ def _suggestions(path: str, parent: type[Section]) -> list[str]:
 
 
 def _unknown_key_fix(path: str, parent: type[Section], meant: list[str]) -> str:
-    if meant:
+    if meant and path not in meant:
         return f"did you mean {' or '.join(meant)}?"
     above = path.rpartition(".")[0]
+    if path in all_paths():  # a key with dots in its name
+        return f"the file has sections: write `{path.rpartition('.')[2]}:` below `{above}:`"
     return f"{above or 'the top level'} has the keys {', '.join(parent.model_fields)}"
 
 
@@ -184,9 +188,9 @@ def _as_number(value: Any) -> int | float | None:
         return None
     try:
         number = float(value) if isinstance(value, str) else value
-    except ValueError:
+        return number if math.isfinite(number) else None
+    except (ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
 
 
 def _into_limits(number: int | float, bounds: list[Any]) -> int | float | None:

@@ -9,7 +9,7 @@ import annotated_types
 from pydantic.fields import FieldInfo
 
 from jaxmoe.config.errors import show_value
-from jaxmoe.config.schema import Config, Section
+from jaxmoe.config.schema import LARGEST, Config, Section
 
 _WORDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
@@ -72,7 +72,8 @@ def _describe_option(kind: Any, bounds: list[Any]) -> str:
     section = section_class(kind)
     if section:
         return f"a section with keys among {', '.join(section.model_fields)}"
-    limits = [f"{sign} {value}" for sign, value in limits_of(bounds)]
+    # The limit that all whole numbers have is told to those who pass it.
+    limits = [f"{sign} {value}" for sign, value in limits_of(bounds) if value != LARGEST]
     return " ".join([_WORDS[kind], *limits[:1], *(f"and {limit}" for limit in limits[1:])])
 
 

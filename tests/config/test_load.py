@@ -150,7 +150,19 @@ def test_bases_are_merged_in_order_relative_to_their_file(tmp_path: Path):
         ("run:\n  dir: a\n  dir: b\n", ["bad.yaml:3:3", "'dir'", "first in line 2"]),
         ("1: x\n", ["bad.yaml:1:1", "the key '1' is not a name"]),
         ("run: [1\nx: 3\n", ["bad.yaml:2:2", "not readable"]),
-        ("run: !!python/object:os.system {}\n", ["bad.yaml:1:6", "could not determine a constructor"]),
+        ("run: !!python/object:os.system {}\n", ["bad.yaml:1:6", "!!python/object:os.system is no kind of value"]),
+        ("run: !own {}\n", ["bad.yaml:1:6", "could not determine a constructor"]),
+        ("run: !!timestamp x\n", ["bad.yaml:1:6", "!!timestamp is no kind of value", "leave the tag out"]),
+        ("run: {steps: !!int x}\n", ["bad.yaml:1:14", "'x' is no int"]),
+        ("run: {steps: !!float x}\n", ["bad.yaml:1:14", "'x' is no float"]),
+        ("run: {steps: !!bool yes}\n", ["bad.yaml:1:14", "'yes' is no bool"]),
+        ("run: {steps: " + 5000 * "9" + "}\n", ["bad.yaml:1:14", "a whole number of 5000 digits"]),
+        ('run: {dir: "\\ud800"}\n', ["bad.yaml:1:12", "half a character"]),
+        ("run: &r {dir: *r}\n", ["bad.yaml:1:6", "this anchor stands within itself"]),
+        ("run: " + 60 * "[" + 60 * "]" + "\n", ["bad.yaml:1:56", "more than 50 levels deep"]),
+        ("run: " + 5000 * "[" + "\n", ["bad.yaml", "more than 50 levels deep"]),
+        ('base: "a\\0"\n', ["cannot be read: embedded null byte; correct the name"]),
+        (f"base: {5000 * 'x'}\n", ["cannot be read", "File name too long"]),
         ("run: *x\n", ["bad.yaml:1:6", "undefined alias"]),
         ("a: 1\n---\nb: 2\n", ["bad.yaml:2:1", "expected a single document"]),
         ("", ["is empty", "write sections"]),
@@ -163,6 +175,23 @@ def test_a_file_that_cannot_be_read_is_named_with_the_place(tmp_path: Path, text
     path.write_text(text)
     message = message_of(path)
     assert [part for part in parts if part not in message] == [], message
+
+
+def test_a_key_with_dots_is_told_to_be_sections():
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict({**read_tree(MINIMAL), "run.steps": 5, "a\nb": 1})
+    assert [str(problem).partition(" the keys ")[0] for problem in caught.value.problems] == [
+        "run.steps=5: unknown key; the file has sections: write `steps:` below `run:`",
+        "'a\\nb'=1: unknown key; the top level has",
+    ]
+
+
+def test_a_value_that_multiplies_is_shown_short():
+    """Each line has its anchor nine times in the next: 3 ** 38 items when written out."""
+    lines = ["a0: &a0 x"] + [f"a{i + 1}: &a{i + 1} [{', '.join(9 * [f'*a{i}'])}]" for i in range(20)]
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict(parse_yaml("\n".join(lines), "x"))
+    assert max(len(line) for line in str(caught.value).splitlines()) < 600
 
 
 def test_a_file_that_is_not_there_is_told_from_folder_and_from_other_encodings(tmp_path: Path):
@@ -195,6 +224,11 @@ def test_the_command_helper_prints_the_message_and_exits_with_2(capsys: pytest.C
         command()
     assert exit_.value.code == 2
     assert capsys.readouterr().err == "error: data.jsonl:3: not JSON; mend the line\n"
+    with pytest.raises(SystemExit), fail_on_user_error():
+        Path("x" * 300).exists()
+    assert capsys.readouterr().err.endswith("xxx...: File name too long; choose another path, or get access to this\n")
+    with pytest.raises(FileNotFoundError), fail_on_user_error():
+        Path("x").read_text()  # nobody looked before: a bug of ours
     with pytest.raises(ZeroDivisionError), fail_on_user_error():
         divmod(1, 0)  # a bug of ours keeps its traceback
 
