@@ -129,15 +129,16 @@ def _look(state: TrainState, fields: dict[str, jax.Array]) -> dict[str, jax.Arra
     found |= {name: [] for name in ("topk_idx", "topk_weight", "index_scores", "index_selected")}
     found["hidden"].append(x)
     factor = state.config.model.residual_multiplier
+    chosen = None
     for layer in _layers(model):
-        attended, _ = layer.attend(layer.attention_norm(x), tokens)
+        attended, _, _ = layer.attend(layer.attention_norm(x), chosen, tokens)
         if state.config.model.attention.dsa is not None:
             scores, selected = _index(layer.attention, layer.attention_norm(x), tokens)
             found["index_scores"].append(scores)
             found["index_selected"].append(selected)
         normed = layer.mlp_norm(x + factor * attended)
         mixed = layer.moe(normed, tokens, None)[0] if layer.is_moe else layer.mlp(normed)
-        x = layer(x, tokens, None)[0]
+        x, chosen, _ = layer(x, chosen, tokens, None)
         for name, value in {"hidden": x, "attn_out": attended, "mlp_out": mixed}.items():
             found[name].append(value)
         if layer.is_moe:
@@ -176,9 +177,9 @@ def _pooled_balance(state: TrainState, fields: dict[str, jax.Array]) -> tuple[ja
         model = layout.merge(params, state.router_bias)
         tokens = model.tokens(fields["ids"], fields["positions"], fields["segment_ids"])
         x = model.embedding(fields["inputs"], model.dtype)
-        counts, scores, layers = jnp.zeros(()), jnp.zeros(()), 0
+        counts, scores, layers, chosen = jnp.zeros(()), jnp.zeros(()), 0, None
         for layer in _layers(model):
-            x, stats = layer(x, tokens, None)
+            x, chosen, stats = layer(x, chosen, tokens, None)
             if stats.router is not None:
                 counts += stats.router.balance_count_BE.sum(0)
                 scores += stats.router.score_sum_BE.sum(0)

@@ -24,11 +24,9 @@ Fields = Mapping[str, Any]
 """Arrays of the batch, of all rows or of one."""
 
 #: Compile quickly: these programs run a few times on a few hundred tokens.
-FAST_COMPILE = {
-    "xla_backend_optimization_level": "0",
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-}
+FAST_COMPILE: dict[str, Any] = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
+if jax.version.__version_info__ < (0, 11):  # gone in 0.12
+    FAST_COMPILE["xla_cpu_use_fusion_emitters"] = False
 TERMS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
 
 
