@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
-from jaxmoe.config.errors import UserError
+from jaxmoe.config.errors import UserError, show_value
 from jaxmoe.config.schema import Source
 
 _SUFFIXES = {"txt": (".txt",), "jsonl": (".jsonl", ".jsonl.gz"), "parquet": (".parquet",)}
@@ -102,13 +102,17 @@ class Documents:
             raise UserError(
                 f"{place}: not valid JSON ({error.msg}, column {error.colno}); every line must be one JSON object"
             ) from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+            raise UserError(
+                f"{place}: JSON that cannot be read ({error}); every line must be one JSON object"
+            ) from error
         if not isinstance(record, dict):
             raise UserError(f"{place}: a JSON {_json_type(record)}; every line must be one JSON object")
         field = self.source.text_field
         if field not in record:
-            fields = ", ".join(sorted(record)) or "none"
+            fields = show_value(sorted(record))
             raise UserError(
-                f'{place}: no field "{field}"; the line has: {fields}; set {self.section}.text_field to the text'
+                f'{place}: no field "{field}"; the line has {fields}; set {self.section}.text_field to the text'
             )
         value = record[field]
         if not isinstance(value, str):
@@ -132,7 +136,7 @@ class Documents:
                 names = table.schema_arrow.names
                 if field not in names:
                     raise UserError(
-                        f'{self.section}: {file} has no column "{field}"; it has: {", ".join(names) or "none"}; '
+                        f'{self.section}: {file} has no column "{field}"; it has {show_value(names)}; '
                         f"set {self.section}.text_field to the text"
                     )
                 kind = table.schema_arrow.field(field).type
@@ -208,6 +212,8 @@ def _decode(content: bytes, place: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
+        if content.startswith(b"\x1f\x8b"):
+            raise UserError(f"{place}: compressed by gzip; unpack it, or give JSON lines as .jsonl.gz") from error
         raise UserError(
             f"{place}: not UTF-8: byte 0x{content[error.start]:02x} at byte offset {error.start}; "
             f"convert it, for example: iconv -f latin1 -t utf-8"
