@@ -10,15 +10,11 @@ to all keys, against the length of a row, and draws both.
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxmoe.config.errors import fail_on_user_error
 from jaxmoe.config.load import load_config
+from jaxmoe.runtime.arguments import new_file, whole_number, whole_numbers
 from jaxmoe.runtime.environment import restart_with_huge_pages
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    return tuple(int(length) for length in text.split(","))
 
 
 @fail_on_user_error()
@@ -26,11 +22,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m jaxmoe.bench", description=__doc__)
     parser.add_argument("--config", required=True, help="YAML file; its data is not read")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps (default 3), after two that are not")
+    parser.add_argument(
+        "--steps", type=whole_number(1), default=3, help="measured steps (default 3), after two that are not"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    parser.add_argument("--attention", metavar="PNG", help="measure attention against row length, draw it there")
+    parser.add_argument(
+        "--attention", type=new_file, metavar="PNG", help="measure attention against row length, draw it there"
+    )
     default = (512, 1024, 2048, 4096, 8192, 16384)
-    parser.add_argument("--lengths", type=_lengths, default=default, help="of --attention (default 512,1024,...,16384)")
+    parser.add_argument(
+        "--lengths", type=whole_numbers, default=default, help="of --attention (default 512,1024,...,16384)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
     arguments = parser.parse_args(argv)
     config = load_config(arguments.config, arguments.overrides)
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         points = measure_attention(config, arguments.lengths)
         print(show_attention(points, as_json=arguments.json))
-        draw_attention(points, config, Path(arguments.attention))
+        draw_attention(points, config, arguments.attention)
         return 0
 
     from jaxmoe.runtime.speed import measure, show

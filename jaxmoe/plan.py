@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from jaxmoe.config.check import MESH_AXES
 from jaxmoe.config.errors import UserError, fail_on_user_error
 from jaxmoe.config.load import load_config
+from jaxmoe.runtime.arguments import MOST_DEVICES, whole_number
 
 
 @fail_on_user_error()
@@ -20,7 +21,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Plan; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m jaxmoe.plan", description=__doc__)
     parser.add_argument("--config", required=True, help="YAML file; its data is not read")
-    parser.add_argument("--devices", type=int, help="how many; by default what the sizes in parallel multiply to")
+    parser.add_argument(
+        "--devices",
+        type=whole_number(1, MOST_DEVICES),
+        help="how many; by default what the sizes in parallel multiply to",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
     arguments = parser.parse_intermixed_args(argv)

@@ -34,11 +34,13 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the command; the exit code."""
     arguments = _arguments(words)
-    config = load_config(arguments.config, arguments.overrides, require_files=True)
     place = find_place(arguments)
-    folder = RunFolder(config.run.dir)
-    folder.check(config)
-    if _is_finished(config, folder):
+    with fail_on_user_error(is_told=place.speaks):
+        config = load_config(arguments.config, arguments.overrides, require_files=True)
+        folder = RunFolder(config.run.dir)
+        folder.check(config)
+        is_finished = _is_finished(config, folder, is_told=place.speaks)
+    if is_finished:
         return 0
     with (
         joined(place) as processes,
@@ -50,13 +52,15 @@ def main(words: Sequence[str] | None = None) -> int:
         return _train(config, folder, display, stop, processes, accept_other_data=arguments.accept_other_data)
 
 
-def _is_finished(config: Config, folder: RunFolder) -> bool:
+def _is_finished(config: Config, folder: RunFolder, *, is_told: bool) -> bool:
     step = folder.latest_step
     if step is None or step < config.run.steps:
         return False
     validation = folder.last_validation(step)
     if config.data.validation is not None and validation is None:
         return False  # killed between the last step and its validation
+    if not is_told:
+        return True
     print(f"already trained: {folder.path} holds step {step} of run.steps={config.run.steps}")
     if validation is not None:
         numbers = validation.scalars

@@ -10,20 +10,25 @@ from collections.abc import Sequence
 
 from jaxmoe.config.errors import fail_on_user_error
 from jaxmoe.config.load import load_config
+from jaxmoe.runtime.arguments import MOST_DEVICES, new_file, whole_number
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jaxmoe.verify", description=__doc__)
     parser.add_argument("--config", required=True, help="YAML file; its data is not read")
     parser.add_argument("--layouts", help='"all", or for example "tp=2,sp=2;pp=4"; a covering set by default')
-    parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices (default 8)")
+    parser.add_argument(
+        "--devices", type=whole_number(1, MOST_DEVICES), default=8, help="virtual CPU devices (default 8)"
+    )
     parser.add_argument(
         "--dtype", choices=["float64", "float32", "bfloat16"], help="default float64; float32 for --curves"
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the result there")
-    parser.add_argument("--curves", metavar="PNG", help="instead: train the whole config on layouts, plot the losses")
-    parser.add_argument("--steps", type=int, default=50, help="of --curves (default 50)")
-    parser.add_argument("--seed", type=int, default=0, help="of the batch")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the result there")
+    parser.add_argument(
+        "--curves", type=new_file, metavar="PNG", help="instead: train the whole config on layouts, plot the losses"
+    )
+    parser.add_argument("--steps", type=whole_number(1), default=50, help="of --curves (default 50)")
+    parser.add_argument("--seed", type=whole_number(0), default=0, help="of the batch")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
     return parser.parse_args(argv)
 

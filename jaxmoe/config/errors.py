@@ -106,8 +106,9 @@ _REFUSED_PATH = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, err
 
 
 @contextmanager
-def fail_on_user_error() -> Iterator[None]:
-    """For commands: ends the process with exit code 2 and the message on stderr when a `UserError` comes out.
+def fail_on_user_error(*, is_told: bool = True) -> Iterator[None]:
+    """For commands: ends the process with exit code 2 and the message on stderr when a `UserError` comes out; without
+    the message where another process tells it.
 
     So does a path that the system refuses. Context manager and decorator. Any other exception passes through: it is a
     bug and keeps its traceback.
@@ -120,5 +121,6 @@ def fail_on_user_error() -> Iterator[None]:
             if error.filename is None or error.errno not in _REFUSED_PATH:
                 raise
             message = f"{show_value(str(error.filename))}: {error.strerror}; choose another path, or get access to this"
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        if is_told:
+            print(f"error: {message}", file=sys.stderr, flush=True)
         raise SystemExit(USER_ERROR_EXIT_CODE) from None

@@ -44,6 +44,16 @@ class Place:
     def port(self) -> int:
         return int(self.coordinator.rpartition(":")[2])
 
+    @property
+    def is_beside_the_first(self) -> bool:
+        """Whether the coordinator's address can only be this machine."""
+        return self.host in ("localhost", "127.0.0.1")
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process says what every process of its machine finds before they join."""
+        return self.process_id == 0 if self.is_beside_the_first else self.local_id == 0
+
 
 ALONE = Place("127.0.0.1:0", 1, 0, source="alone")
 
@@ -197,14 +207,13 @@ class Processes:
 
         # The run answers SIGTERM itself, at the same step on all processes.
         jax.config.update("jax_enable_preemption_service", False)
-        local = place.host in ("localhost", "127.0.0.1")
         jax.distributed.initialize(
             place.coordinator,
             place.num_processes,
             place.process_id,
             local_device_ids=own_gpus(place, environment.get("CUDA_VISIBLE_DEVICES")),
             cluster_detection_method="deactivate",
-            coordinator_bind_address=place.coordinator if local else None,
+            coordinator_bind_address=place.coordinator if place.is_beside_the_first else None,
             shutdown_timeout_seconds=60,
         )
 

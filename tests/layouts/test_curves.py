@@ -16,7 +16,7 @@ def test_losses_of_two_layouts_lie_on_each_other(tmp_path: Path):
     said = io.StringIO()
     layouts = [{}, {"dp": 2, "zero": 1}]
     picture = tmp_path / "curves.png"
-    worst = draw_curves(config, str(picture), layouts=layouts, steps=3, dtype="float32", console=Console(file=said))
+    worst = draw_curves(config, picture, layouts=layouts, steps=3, dtype="float32", console=Console(file=said))
     assert 0 < worst < 1e-5
     assert said.getvalue().count(": loss ") == 2
     with Image.open(picture) as image:

@@ -89,7 +89,8 @@ def _start(latent: bool) -> dict:
 
 def _run(mutation: Mutation) -> Outcome:
     per_token = mutation.batch == "ragged"
-    layout = chosen_layouts(mutation.layout, devices=1)[0]
+    named = mutation.layout if "dp=" in mutation.layout else f"dp=1,{mutation.layout}"
+    (layout,) = chosen_layouts(named, devices=8)
     config = variant(_small(mutation.latent, per_token), layout, mutation.num_microbatches)
     assert isinstance(config, Config), config
     return run_layout(config, _start(mutation.latent), mutation.batch, SEED)

@@ -174,6 +174,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(folder / "tiny.yaml", tree)
 
 
+def test_a_wrong_config_is_told_once(config):
+    running = start_train(config, "run.steps=x")
+    first, second = outputs(running, 100)
+    assert [process.returncode for process in running] == [2, 2]
+    assert "error: 1 problem in" in first
+    assert second == ""
+
+
 @pytest.mark.slow  # two processes compile a run
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_killed_process_ends_the_other_within_a_minute_and_is_named(config, tmp_path, dead):
@@ -388,6 +396,21 @@ JOBSET = {
 def test_the_place_of_a_process(words, environment, want):
     found = place(words, **environment)
     assert (found.coordinator, found.num_processes, found.process_id, found.source) == want
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "speaks"),
+    [
+        ("", {}, True),
+        ("--coordinator 127.0.0.1:5 --num-processes 2 --process-id 0", {}, True),
+        ("--coordinator 127.0.0.1:5 --num-processes 2 --process-id 1", {}, False),
+        ("--coordinator a:5 --num-processes 2 --process-id 1", {}, True),  # perhaps another machine, with other files
+        ("", SLURM, False),
+        ("", SLURM | {"SLURM_LOCALID": "0"}, True),
+    ],
+)
+def test_one_process_of_a_machine_speaks(words, environment, speaks):
+    assert place(words, **environment).speaks == speaks
 
 
 def test_processes_of_one_machine_share_a_port_that_mpi_does_not_tell():

@@ -130,7 +130,7 @@ def _report(plan: Plan, comparisons: Sequence[Comparison], config: Config, dtype
     console.print(f"{verdict} {len(comparisons)} comparisons of {count} layout{'' if count == 1 else 's'}.")
 
 
-def _write_json(path: str, comparisons: Sequence[Comparison], tolerance: float, dtype: str) -> None:
+def _write_json(path: Path, comparisons: Sequence[Comparison], tolerance: float, dtype: str) -> None:
     result = {
         "dtype": dtype,
         "tolerance": tolerance,
@@ -147,20 +147,20 @@ def _write_json(path: str, comparisons: Sequence[Comparison], tolerance: float, 
             for c in comparisons
         ],
     }
-    temporary = Path(f"{path}.tmp")
+    temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text(json.dumps(result, indent=2).replace("Infinity", '"inf"') + "\n")
     temporary.rename(path)
 
 
-def curves(config: Config, path: str, *, layouts: str | None, devices: int, dtype: str, steps: int) -> int:
+def curves(config: Config, path: Path, *, layouts: str | None, devices: int, dtype: str, steps: int) -> int:
     """Draw the training curves of one device and of the layouts, eight in all when none are named; the exit code."""
-    chosen = [{}, *chosen_layouts(layouts, devices)] if layouts else CURVE_LAYOUTS
+    chosen = [{}, *chosen_layouts(layouts, devices)] if layouts is not None else CURVE_LAYOUTS
     _use_cpu_devices(devices)
     draw_curves(config, path, layouts=chosen, steps=steps, dtype=dtype, console=Console())
     return 0
 
 
-def verify(config: Config, *, layouts: str | None, devices: int, dtype: str, json_path: str | None, seed: int) -> int:
+def verify(config: Config, *, layouts: str | None, devices: int, dtype: str, json_path: Path | None, seed: int) -> int:
     """The exit code: 0 when every comparison is within the tolerance of `dtype`."""
     # A file or a pipe has no width of its own: wide enough that no cell is cut.
     console = Console() if sys.stdout.isatty() else Console(width=160)

@@ -74,7 +74,7 @@ def _plot(curves: dict[str, list[float]], path: Path, dtype: str) -> None:
 
 
 def draw_curves(
-    config: Config, path: str, *, layouts: Sequence[Layout], steps: int, dtype: str, console: Console
+    config: Config, path: Path, *, layouts: Sequence[Layout], steps: int, dtype: str, console: Console
 ) -> float:
     """Train the whole model on its own data on each layout, the first being one device.
 
@@ -86,7 +86,7 @@ def draw_curves(
     for name, made in _configs(config, layouts).items():
         curves[name] = _losses(made, data, steps)
         console.print(f"{name}: loss {curves[name][0]:.6f} -> {curves[name][-1]:.6f}")
-    _plot(curves, Path(path), dtype)
+    _plot(curves, path, dtype)
     reference = np.asarray(next(iter(curves.values())))
     worst = max(float(np.max(np.abs(np.asarray(losses) / reference - 1))) for losses in curves.values())
     console.print(f"largest relative difference of a loss from one device in {steps} steps: {worst:.1e}; plot: {path}")

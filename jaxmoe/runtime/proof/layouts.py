@@ -1,14 +1,15 @@
 """Which layouts are compared."""
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import product
-
-import yaml
+from typing import NoReturn
 
 from jaxmoe.config.check import check, check_devices
 from jaxmoe.config.errors import ConfigError, Problem
 from jaxmoe.config.load import config_from_dict, config_to_dict
 from jaxmoe.config.schema import Config, Parallel
+from jaxmoe.config.yaml_io import parse_yaml
 from jaxmoe.spmd.axes import AXES
 
 #: Every axis above one somewhere, most of them in threes, and every switch of `parallel` turned once.
@@ -31,26 +32,27 @@ Layout = dict[str, int | str]
 def _parse(text: str, devices: int) -> Layout:
     layout: Layout = {}
     for item in text.split(","):
-        name, separator, value = item.strip().partition("=")
+        name, separator, value = (part.strip() for part in item.partition("="))
         if not separator or name not in Parallel.model_fields:
-            raise ConfigError(
-                [
-                    Problem(
-                        "--layouts",
-                        item,
-                        f"must be name=value with a field of parallel: {', '.join(Parallel.model_fields)}",
-                        "write for example tp=2,sp=2;pp=4",
-                    )
-                ]
-            )
-        layout[name] = yaml.safe_load(value)
-    sizes = [value for name, value in layout.items() if name in AXES and isinstance(value, int)]
-    if "dp" not in layout:
-        rest = devices
-        for size in sizes:
-            rest //= max(size, 1)
-        layout["dp"] = max(rest, 1)
+            _refuse(item, f"must be name=value with a field of parallel: {', '.join(Parallel.model_fields)}")
+        if name in layout:
+            _refuse(text, f"has {name} twice")
+        layout[name] = parse_yaml(value, f"--layouts {item}")
+    sizes = {name: value for name, value in layout.items() if name in AXES}
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            _refuse(text, f"{name} must be a whole number from 1")
+    total = math.prod(value for value in sizes.values() if isinstance(value, int))
+    if total > devices:
+        _refuse(text, f"takes {total} devices, and --devices is {devices}")
+    if "dp" not in sizes and devices % total:
+        _refuse(text, f"takes {total} devices, which must divide --devices={devices} where no dp is given")
+    layout.setdefault("dp", devices // total)
     return layout
+
+
+def _refuse(text: str, rule: str) -> NoReturn:
+    raise ConfigError([Problem("--layouts", text, rule, "write for example tp=2,sp=2;pp=4")])
 
 
 def _factorizations(devices: int) -> Iterator[Layout]:
@@ -70,7 +72,10 @@ def chosen_layouts(text: str | None, devices: int) -> list[Layout]:
     if text is None and devices != 8:
         axes = [axis for axis in AXES if axis != "dp"]
         return [_parse(f"{axis}={devices}", devices) for axis in axes] + [_parse(f"dp={devices}", devices)]
-    return [_parse(item, devices) for item in (text.split(";") if text else DEFAULT_FOR_8) if item.strip()]
+    chosen = DEFAULT_FOR_8 if text is None else [item for item in text.split(";") if item.strip()]
+    if not chosen:
+        _refuse(str(text), "names no layout")
+    return [_parse(item, devices) for item in chosen]
 
 
 def variant(config: Config, layout: Layout, num_microbatches: int) -> Config | Sequence[Problem]:

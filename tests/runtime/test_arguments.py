@@ -1,0 +1,65 @@
+"""Wrong options of the commands: one message, code 2, before any work; a wrong layout is not a default one."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from jaxmoe.config import ConfigError
+from jaxmoe.runtime.proof.layouts import chosen_layouts
+
+ROOT = Path(__file__).parents[2]
+MINIMAL = str(ROOT / "tests" / "config" / "minimal.yaml")
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "says"),
+    [
+        ("plan", "--devices 0", "--devices: '0' must be a whole number from 1 to 1048576"),
+        ("plan", "--devices -8", "--devices: '-8' must be"),
+        ("plan", "--devices 9999999999999999", "must be a whole number from 1 to 1048576"),
+        ("verify", "--devices 2.5", "--devices: '2.5' must be a whole number from 1"),
+        ("verify", "--seed -1", "--seed: '-1' must be a whole number from 0"),
+        ("verify", "--steps 0 --curves x.png", "--steps: '0' must be"),
+        ("verify", "--json /nowhere/x.json", "there is no folder /nowhere"),
+        ("verify", f"--curves {ROOT}", "is no file name"),
+        ("bench", "--steps 0", "--steps: '0' must be"),
+        ("bench", "--lengths 512,", "--lengths: '' must be a whole number from 1"),
+        ("bench", "--lengths 512,-4", "--lengths: '-4' must be"),
+        ("bench", "--attention /nowhere/x.png", "there is no folder /nowhere"),
+    ],
+)
+def test_a_wrong_option_is_refused_at_once(command: str, words: str, says: str, capsys: pytest.CaptureFixture[str]):
+    main = importlib.import_module(f"jaxmoe.{command}").main
+    with pytest.raises(SystemExit) as exit_:
+        main(["--config", MINIMAL, *words.split()])
+    assert exit_.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "names no layout"),
+        (" ; ", "names no layout"),
+        ("tp", "must be name=value with a field of parallel"),
+        ("foo=1", "must be name=value with a field of parallel"),
+        ("tp=2;dp=2,dp=4", "has dp twice"),
+        ("tp=0", "tp must be a whole number from 1"),
+        ("tp=-2", "tp must be a whole number from 1"),
+        ("tp=", "tp must be a whole number from 1"),
+        ("tp=true", "tp must be a whole number from 1"),
+        ("tp=[", "not readable"),
+        ("tp=3", "takes 3 devices, which must divide --devices=8"),
+        ("tp=16", "takes 16 devices, and --devices is 8"),
+        ("dp=4,tp=4", "takes 16 devices, and --devices is 8"),
+    ],
+)
+def test_a_wrong_layout_is_refused(text: str, says: str):
+    with pytest.raises(ConfigError) as caught:
+        chosen_layouts(text, 8)
+    assert says in str(caught.value)
+
+
+def test_a_layout_is_filled_with_dp():
+    assert chosen_layouts("tp=2, sp=2;dp=2", 8) == [{"tp": 2, "sp": 2, "dp": 2}, {"dp": 2}]
