@@ -10,8 +10,8 @@ from jaxmoe.config.errors import Problem
 from jaxmoe.config.paths import missing_path_fix
 from jaxmoe.config.schema import Config, Source
 
-#: What a folder is searched for; `data/sources.py` reads the same files.
-_ENDINGS = {"txt": (".txt",), "jsonl": (".jsonl", ".jsonl.gz"), "parquet": (".parquet",)}
+#: The files of a folder that are texts, by kind of source.
+ENDINGS = {"txt": (".txt",), "jsonl": (".jsonl", ".jsonl.gz"), "parquet": (".parquet",)}
 
 
 def _train_texts(config: Config) -> Iterator[Problem]:
@@ -33,7 +33,7 @@ def _texts(name: str, source: Source) -> Iterator[Problem]:
         return  # reported by check_run
     path = Path(source.path)
     if path.is_dir():
-        endings = _ENDINGS[source.kind]
+        endings = ENDINGS[source.kind]
         files = [item for item in path.rglob("*") if item.name.endswith(endings) and item.is_file()]
         if not files:
             rule = f"no {' or '.join(endings)} file in this folder or below it"

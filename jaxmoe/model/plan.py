@@ -38,10 +38,6 @@ class LayerPlan:
         """All layers in order, those of MTP last: one slot each."""
         return self.lead + self.period * self.repeats + self.mtp
 
-    def trunk_slots(self, position: int) -> tuple[int, ...]:
-        """The layer numbers (from 0) of the layers at one position of the period, in order of repeats."""
-        return tuple(len(self.lead) + r * len(self.period) + position for r in range(self.repeats))
-
 
 def layer_plan(model: Model) -> LayerPlan:
     """The plan of a model: leading dense layers, with those that attend to keys that these chose; then the shortest
