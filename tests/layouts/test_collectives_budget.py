@@ -205,10 +205,14 @@ def test_one_device_compiles_to_a_program_without_collectives():
 
 
 def group_sizes(text: str) -> set[int]:
-    """Sizes of the groups of all collectives of a program: `{{0,1},{2,3}}` or `[2,2]<=[4]`."""
+    """Sizes of the groups of all collectives: `{{0,1},{2,3}}`, `[2,2]<=[4]` or (JAX 0.12) `mesh['a'=2,'b'=1] {'a'}`."""
     listed = re.findall(r"replica_groups=\{\{([\d,]+)\}", text)
     shaped = re.findall(r"replica_groups=\[\d+,(\d+)\]", text)
-    return {group.count(",") + 1 for group in listed} | {int(size) for size in shaped}
+    sizes = {group.count(",") + 1 for group in listed} | {int(size) for size in shaped}
+    for mesh, axes in re.findall(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", text):
+        by_axis = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
+        sizes.add(math.prod(by_axis[axis] for axis in re.findall(r"'(\w+)'", axes)))
+    return sizes
 
 
 def test_axes_of_size_one_leave_no_collective_in_the_compiled_program():
