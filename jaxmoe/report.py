@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxmoe.config import UserError, fail_on_user_error
+from jaxmoe.config.whole_file import write_whole
 from jaxmoe.runtime.report_read import read_runs
 
 PAGE = "report.html"
@@ -35,8 +36,8 @@ def write_report(paths: Sequence[str], output: Path | None = None) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for picture in (picture for part in parts for picture in part.pictures):
-            (folder / f"{picture.key}.png").write_bytes(picture.png())
-        (folder / PAGE).write_text(page, encoding="utf-8")
+            write_whole(folder / f"{picture.key}.png", picture.png())
+        write_whole(folder / PAGE, page)
     except OSError as error:
         raise UserError(f"--output {folder}: cannot be written ({error}); give a folder that can") from error
     return folder / PAGE

@@ -6,7 +6,6 @@ file. Sections are merged key by key, later over earlier, the file itself last; 
 """
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +20,7 @@ from jaxmoe.config.paths import missing_path_fix
 from jaxmoe.config.schema import Config
 from jaxmoe.config.schema_problems import schema_problems
 from jaxmoe.config.trees import merge_trees
+from jaxmoe.config.whole_file import write_whole
 from jaxmoe.config.yaml_io import dump_yaml, parse_yaml
 
 BASE_KEY = "base"
@@ -77,17 +77,7 @@ def save_config(config: Config, path: str | os.PathLike[str]) -> None:
     """Writes the resolved config as YAML, whole or not at all."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
-    ) as file:
-        try:
-            file.write(dump_yaml(config_to_dict(config)))
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(file.name, target)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
+    write_whole(target, dump_yaml(config_to_dict(config)))
 
 
 def read_tree(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ tokens for them, so no text can end a document.
 import hashlib
 import json
 import logging
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxmoe.config import schema
 from jaxmoe.config.errors import UserError
+from jaxmoe.config.whole_file import write_whole
 from jaxmoe.data.byte_lengths import token_byte_lengths
 from jaxmoe.data.cache import cached_folder, fingerprint
 from jaxmoe.data.sources import Documents
@@ -132,9 +132,7 @@ class SubwordTokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         eos = {"eos_token": self._inner.id_to_token(self.eos_id)}
         for name, text in ((TOKENIZER_FILE, self._definition), (_CONFIG_FILE, json.dumps(eos))):
-            fresh = folder / f".{name}.new"
-            fresh.write_text(text, encoding="utf-8")
-            os.replace(fresh, folder / name)
+            write_whole(folder / name, text)
 
 
 def saved_tokenizer(config: schema.Config, folder: Path) -> Tokenizer:

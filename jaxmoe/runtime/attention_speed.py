@@ -1,5 +1,6 @@
 """Time and memory of one layer's attention against the length of a row: to all keys, and to chosen ones."""
 
+import io
 import json
 import statistics
 import time
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config.errors import ConfigError, Problem, UserError
 from jaxmoe.config.schema import Config, Model
+from jaxmoe.config.whole_file import write_whole
 from jaxmoe.model.attention import rope_dim
 from jaxmoe.model.mla import LatentAttention
 from jaxmoe.model.params import Init
@@ -126,9 +128,9 @@ def draw_attention(points: Sequence[Point], config: Config, path: Path) -> None:
     assert dsa is not None
     device = jax.devices()[0].device_kind
     figure.suptitle(f"one attention layer, forward and backward, {dsa.index_topk} chosen keys, {device}", fontsize=11)
-    temporary = path.with_name(f"{path.name}.tmp")
-    figure.savefig(temporary, format="png", dpi=110)
-    temporary.rename(path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    write_whole(path, picture.getvalue())
 
 
 def show_attention(points: Sequence[Point], *, as_json: bool) -> str:

@@ -9,13 +9,14 @@ Numbers that JSON does not have are the strings "nan", "inf" and "-inf"; a slot 
 import datetime
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+
+from jaxmoe.config.whole_file import write_whole
 
 METRICS_FILE = "metrics.jsonl"
 Kind = Literal["train", "eval"]
@@ -122,7 +123,5 @@ def rewind_metrics(path: Path, resume_step: int) -> list[str]:
         elif found.step <= resume_step:
             kept.append(line.removesuffix("\n") + "\n")
     if kept != lines:
-        fresh = path.with_suffix(".tmp")
-        fresh.write_text("".join(kept), encoding="utf-8")
-        os.replace(fresh, path)
+        write_whole(path, "".join(kept))
     return problems

@@ -21,6 +21,7 @@ from jaxmoe.checkpoint.about import check_model
 from jaxmoe.checkpoint.folder import FOLDER, saved_steps
 from jaxmoe.config import Config, UserError, save_config
 from jaxmoe.config.load import read_tree
+from jaxmoe.config.whole_file import write_whole
 from jaxmoe.runtime.metrics_file import METRICS_FILE, Record, iterate_metrics
 
 CONFIG_FILE = "config.yaml"
@@ -113,9 +114,7 @@ class RunFolder:
         save_config(config, self.path / CONFIG_FILE)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         starts = [*self._starts(), {"time": now, **facts}]
-        fresh = self.path / f".{RUN_FILE}.new"
-        fresh.write_text(json.dumps({"starts": starts}, indent=1) + "\n", encoding="utf-8")
-        os.replace(fresh, self.path / RUN_FILE)
+        write_whole(self.path / RUN_FILE, json.dumps({"starts": starts}, indent=1) + "\n")
 
     def _starts(self) -> list[dict[str, Any]]:
         file = self.path / RUN_FILE

@@ -21,6 +21,7 @@ from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttr
 from tensorboardX.record_writer import RecordWriter
 
 from jaxmoe.config import Config, UserError, config_to_dict
+from jaxmoe.config.whole_file import write_whole
 from jaxmoe.metrics import layer_key
 from jaxmoe.runtime.console_line import console_line
 from jaxmoe.runtime.heat_map import encode_png, load_image
@@ -220,7 +221,7 @@ class WandbSink:
                 f"logging.wandb=true: W&B refuses to start: {error}; run `wandb login`, or set WANDB_MODE=offline, "
                 "or set logging.wandb=false"
             ) from error
-        id_file.write_text(run_id + "\n")
+        write_whole(id_file, run_id + "\n")
         # Steps as a metric of ours: W&B's own counter cannot go back when a run resumes from an older checkpoint.
         self._run.define_metric("*", step_metric="step")
 

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from jaxmoe.config.errors import ConfigError, UserError
 from jaxmoe.config.schema import Config
+from jaxmoe.config.whole_file import write_whole
 from jaxmoe.runtime.proof.compare import Difference, Outcome, differences, flipped_routes
 from jaxmoe.runtime.proof.curves import CURVE_LAYOUTS, draw_curves
 from jaxmoe.runtime.proof.layouts import chosen_layouts, name_of
@@ -147,9 +148,7 @@ def _write_json(path: Path, comparisons: Sequence[Comparison], tolerance: float,
             for c in comparisons
         ],
     }
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(result, indent=2).replace("Infinity", '"inf"') + "\n")
-    temporary.rename(path)
+    write_whole(path, json.dumps(result, indent=2).replace("Infinity", '"inf"') + "\n")
 
 
 def curves(config: Config, path: Path, *, layouts: str | None, devices: int, dtype: str, steps: int) -> int:

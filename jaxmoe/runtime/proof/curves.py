@@ -1,5 +1,6 @@
 """Training curves of one config on many layouts, in one plot: what the proof means in practice."""
 
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from jaxmoe.config.errors import ConfigError, UserError
 from jaxmoe.config.schema import Config
+from jaxmoe.config.whole_file import write_whole
 from jaxmoe.data import open_data
 from jaxmoe.data.dataset import Dataset
 from jaxmoe.runtime.proof.layouts import Layout, name_of, variant
@@ -68,9 +70,9 @@ def _plot(curves: dict[str, list[float]], path: Path, dtype: str) -> None:
     left.set(xlabel="step", ylabel="loss, nats per token", title="training loss, drawn over each other")
     right.set(xlabel="step", ylabel="relative difference", title=f"difference from one device, {dtype}")
     figure.legend(loc="outside right upper", fontsize=8)
-    temporary = path.with_name(f"{path.name}.tmp")
-    figure.savefig(temporary, format="png", dpi=110)
-    temporary.rename(path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    write_whole(path, picture.getvalue())
 
 
 def draw_curves(
