@@ -8,12 +8,17 @@ output as it was. Training can also start from a Hugging Face folder by itself: 
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxmoe.config import UserError, fail_on_user_error, load_config
+from jaxmoe.config.errors import show_value
+from jaxmoe.config.hf.config import find_family, read_hf_config
+from jaxmoe.interop.folder import WeightFiles
 from jaxmoe.interop.hf_config import load_hf_config
+from jaxmoe.interop.save import check_new_folder
 from jaxmoe.runtime.run_folder import CONFIG_FILE, RunFolder
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -40,21 +45,35 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the command; the exit code."""
     arguments = _arguments(words)
-    # Weights pass through the host's memory; accelerators would be in the way.
+    return _import(arguments) if arguments.command == "hf-to-jaxmoe" else _export(arguments)
+
+
+def _override(name: str, text: str) -> str:
+    """The text as it is: a folder may be called 2026."""
+    return f"{name}={json.dumps(text, ensure_ascii=False)}"
+
+
+def _start_jax() -> None:
+    """After all checks that do without it. Weights pass through the host's memory; accelerators would be in the way."""
     import jax
 
     if getattr(jax.config, "jax_platforms", None) is None:
         jax.config.update("jax_platforms", "cpu")
-    return _import(arguments) if arguments.command == "hf-to-jaxmoe" else _export(arguments)
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    own = [f"run.dir={arguments.run}", *arguments.overrides]
+    own = [_override("run.dir", arguments.run), *arguments.overrides]
     if arguments.config:
-        config = load_config(arguments.config, [f"model.from_hf={arguments.source}", *own])
+        config = load_config(arguments.config, [_override("model.from_hf", arguments.source), *own])
     else:
         config = load_hf_config(arguments.source, own)
+    source = config.model.from_hf
+    if source is None or Path(source) != Path(arguments.source):
+        raise UserError(f"model.from_hf={show_value(source)}: contradicts --from {arguments.source}; leave it out")
     folder = RunFolder(config.run.dir)
+    folder.check_new(apart_from=[Path(source)])
+    WeightFiles(source)
+    _start_jax()
     from jaxmoe.runtime.convert import import_folder
 
     import_folder(config, folder)
@@ -71,6 +90,13 @@ def _export(arguments: argparse.Namespace) -> int:
     if step not in steps:
         raise UserError(f"step={step}: {folder.path} holds {steps or 'no checkpoint yet'}; choose one of those")
     config = load_config(folder.path / CONFIG_FILE, arguments.overrides)
+    source = config.model.from_hf
+    read_only = [folder.checkpoints, folder.tokenizer, *([Path(source)] if source else [])]
+    check_new_folder("to", arguments.to, apart_from=read_only)
+    find_family(config.model, read_hf_config(source)["model_type"] if source else None)
+    if source:
+        WeightFiles(source)
+    _start_jax()
     from jaxmoe.runtime.convert import export_run
 
     export_run(config, folder, step, Path(arguments.to), dtype=arguments.dtype)

@@ -11,7 +11,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 DType = Literal["bfloat16", "float32", "float64"]
 LARGEST = 2**31 - 1
 """Of every whole number: counters, ids and sizes are 32-bit on the devices."""
+MOST_LAYERS = 10_000
+"""Layers are gone through one by one."""
 Size = Annotated[int, Field(ge=1, le=LARGEST)]
+Depth = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
@@ -186,7 +189,7 @@ class ClampedSwiglu(Section):
 
 
 class Moe(Section):
-    num_experts: Size
+    num_experts: Annotated[int, Field(ge=1, le=65_536)]
     experts_per_token: Size
     expert_hidden_dim: Size
     num_shared_experts: Count = 0
@@ -209,7 +212,7 @@ class Moe(Section):
 class Mtp(Section):
     """Modules that predict further tokens: depth d reads token t + d and predicts the target of t + d."""
 
-    num_depths: Size = 1
+    num_depths: Depth = 1
     loss_coeff: NonNegative = 0.1
     """Divided by the number of depths."""
 
@@ -219,7 +222,7 @@ class Model(Section):
     """A Hugging Face folder: its config.json says what this section leaves out, training starts from its weights."""
     vocab_size: Size
     d_model: Size
-    num_layers: Size
+    num_layers: Depth
     attention: Attention
     mlp: Mlp | None = None
     """Needed when any layer is dense."""

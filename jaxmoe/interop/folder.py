@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxmoe.config.errors import UserError
+from jaxmoe.config.errors import UserError, show_value
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -27,6 +27,8 @@ DTYPES: dict[str, np.dtype] = {
 #: Bytes that are read before files are closed and opened again; a parameter of many layers may be far larger.
 _MOST_MAPPED = 256 * 2**20
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_MOST_LISTED = 20
+_LONGEST_LINE = 400
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,17 @@ class WeightFiles:
         wanted = _files(self.folder)
         self.tensors: dict[str, Stored] = {}
         problems: list[str] = []
-        for file in sorted(set(wanted.values())) if wanted else [SINGLE_FILE]:
+        for file in [SINGLE_FILE] if wanted is None else sorted(set(wanted.values())):
             self._read_head(file, problems)
-        for name, file in wanted.items():
+        for name, stored in self.tensors.items() if wanted is not None else ():
+            if wanted is not None and name not in wanted:
+                problems.append(f"{stored.file} holds {name}, and {INDEX_FILE} does not name it")
+        for name, file in (wanted or {}).items():
             found = self.tensors.get(name)
             if (found is None or found.file != file) and (self.folder / file).is_file():
                 problems.append(f"{INDEX_FILE} says that {file} holds {name}, and it does not")
         if problems:
-            raise UserError(_listed(f"{self.folder}: the weights are not whole", problems))
+            raise UserError(listed(f"{self.folder}: the weights are not whole", problems))
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
         self._mapped_bytes = 0
@@ -104,17 +109,18 @@ class WeightFiles:
         return value
 
 
-def _files(folder: Path) -> dict[str, str]:
-    """The file of each tensor, from the index; empty where there is one file only.
+def _files(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor, from the index; None where there is one file only.
 
-    Raises: UserError when there is nothing to read, or the index points out of the folder.
+    Raises: UserError when there is nothing to read, the index points out of the folder, or a single file stands beside
+        an index of others: who reads which is not the same everywhere.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; name one with config.json and *.safetensors")
     index = folder / INDEX_FILE
     if not index.is_file():
         if (folder / SINGLE_FILE).is_file():
-            return {}
+            return None
         pickles = sorted(item.name for item in folder.iterdir() if item.suffix in _PICKLES)
         if pickles:
             raise UserError(
@@ -124,19 +130,28 @@ def _files(folder: Path) -> dict[str, str]:
         raise UserError(f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; fetch the weights")
     try:
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        pairs = [(str(name), str(file)) for name, file in files.items()]
+        if not files or not all(isinstance(file, str) for file in files.values()):
+            raise ValueError("weight_map must name the file of every tensor")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{index}: is no index of safetensors ({type(error).__name__}: {error})") from None
     problems = []
-    for file in sorted({file for _, file in pairs}):
-        if Path(file).name != file or file in ("", ".", ".."):
+    for file in sorted(set(files.values())):
+        if Path(file).name != file or file in ("", ".", "..") or not file.isprintable():
             problems.append(f"{file!r} is no plain file name: an index may only name files of its own folder")
         elif Path(file).suffix != ".safetensors":
             problems.append(f"{file!r} is no .safetensors file; others are not read")
     if problems:
-        raise UserError(_listed(f"{index}: cannot be followed", problems))
-    return dict(pairs)
+        raise UserError(listed(f"{index}: cannot be followed", problems))
+    if (folder / SINGLE_FILE).exists() and SINGLE_FILE not in files.values():
+        raise UserError(f"{folder}: holds {SINGLE_FILE} and {INDEX_FILE} of other files; remove what is not the model")
+    return files
 
 
-def _listed(head: str, problems: Iterable[str]) -> str:
-    return "\n".join([f"{head}:", *(f"  {problem}" for problem in problems)])
+def listed(head: str, problems: Sequence[str]) -> str:
+    """One problem a line, the first of many. What a file has made up is shown so that it cannot upset a terminal."""
+    shown = [
+        text if text.isprintable() and len(text) <= _LONGEST_LINE else show_value(text)
+        for text in problems[:_MOST_LISTED]
+    ]
+    more = [f"... and {len(problems) - _MOST_LISTED} more"] if len(problems) > _MOST_LISTED else []
+    return "\n  ".join([f"{head}:", *shown, *more])

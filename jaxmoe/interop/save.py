@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,34 @@ MAX_SHARD_BYTES = 2_000_000_000
 
 #: A parameter of one layer (or of none) on the host.
 Fetch = Callable[[Tensor], np.ndarray]
+
+
+def check_new_folder(
+    name: str, path: str | os.PathLike[str], *, apart_from: Sequence[Path] = (), ignored: Collection[str] = ()
+) -> None:
+    """Looks whether a folder can be made there, before anything is read or computed.
+
+    Args:
+        name: of the setting that says where.
+        apart_from: folders that are only read.
+        ignored: names of what may be in it already.
+
+    Raises: UserError when it holds something, lies in one of `apart_from`, or cannot be written.
+    """
+    target = Path(path)
+    for other in apart_from:
+        if target.resolve().is_relative_to(other.resolve()):
+            raise UserError(f"{name}={target}: lies in {other}, which is only read; choose a folder outside of it")
+    if target.is_symlink() and not target.is_dir():
+        raise UserError(f"{name}={target}: is a link to no folder; choose another one")
+    if target.exists() and (not target.is_dir() or any(item.name not in ignored for item in target.iterdir())):
+        raise UserError(f"{name}={target}: exists already; choose another folder, nothing is overwritten")
+    nearest = target.absolute()
+    while not nearest.exists():
+        nearest = nearest.parent
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        why = "you may not write there" if nearest.is_dir() else "a file"
+        raise UserError(f"{name}={target}: cannot be written ({nearest} is in the way: {why}); choose another folder")
 
 
 def tensor_values(tensors: Sequence[Tensor], fetch: Fetch) -> Iterator[tuple[str, np.ndarray]]:
@@ -123,8 +151,7 @@ def _write(
     values: Iterator[tuple[str, np.ndarray]],
     tokenizer_from: Path | None,
 ) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target}: exists already; choose another folder, nothing is overwritten")
+    check_new_folder("path", target)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

@@ -1,14 +1,12 @@
 """Hugging Face folders to run folders, and back, on the host's processors alone."""
 
 import os
-from pathlib import Path
 
 import jax
 
 from jaxmoe.checkpoint.about import NO_DATA, about
 from jaxmoe.checkpoint.store import Checkpoints
 from jaxmoe.config import Config
-from jaxmoe.config.errors import UserError
 from jaxmoe.runtime.environment import versions
 from jaxmoe.runtime.inference import inference_config, inference_state
 from jaxmoe.runtime.restore import load_weights, state_arrays
@@ -20,10 +18,8 @@ from jaxmoe.step.state import make_mesh
 def import_folder(config: Config, folder: RunFolder) -> None:
     """Writes the weights of `model.from_hf` as the checkpoint of step 0 of a new run.
 
-    Raises: UserError when the run folder holds checkpoints, or the weights do not fit.
+    Raises: UserError when the weights do not fit.
     """
-    if folder.latest_step is not None:
-        raise UserError(f"run={folder.path}: holds checkpoints already; choose another folder, nothing is overwritten")
     local = _on_one_device(config)
     mesh = make_mesh(local, jax.devices()[:1])
     state = load_hf_state(local, mesh)
@@ -40,8 +36,6 @@ def export_run(
 
     Raises: UserError when the target exists, the checkpoint is damaged, or no family can hold the model.
     """
-    if Path(target).exists() and (not Path(target).is_dir() or any(Path(target).iterdir())):
-        raise UserError(f"{target}: exists already; choose another folder, nothing is overwritten")
     local = _on_one_device(config)
     mesh = make_mesh(local, jax.devices()[:1])
     small = inference_config(local, mesh)

@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from jaxmoe.checkpoint.folder import FOLDER, saved_steps
 from jaxmoe.config import Config, UserError, save_config
 from jaxmoe.config.load import read_tree
 from jaxmoe.config.whole_file import write_whole
+from jaxmoe.interop.save import check_new_folder
 from jaxmoe.runtime.metrics_file import METRICS_FILE, Record, iterate_metrics
 
 CONFIG_FILE = "config.yaml"
@@ -69,6 +70,13 @@ class RunFolder:
         saved = read_tree(file)
         optimizer = saved.get("optimizer", {}).get("kind", config.optimizer.kind)
         check_model(saved.get("model", {}), optimizer, config, f"run.dir={self.path}")
+
+    def check_new(self, apart_from: Sequence[Path] = ()) -> None:
+        """Refuses a folder that holds anything, lies in one of `apart_from`, or cannot be made.
+
+        Raises: UserError saying which.
+        """
+        check_new_folder("run", self.path, apart_from=apart_from, ignored=(_LOCK_FILE,))
 
     def last_validation(self, step: int) -> Record | None:
         """The validation that was written after `step`; None when there is none."""

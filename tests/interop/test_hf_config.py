@@ -14,6 +14,7 @@ from jaxmoe.config.schema import Model
 from jaxmoe.interop.names import NAMES
 from tests.interop.golden_cases import CASES, FOLDER
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 #: What a change of a config.json must be answered with: the field's name.
 REFUSED = [
     ("llama", {"mlp_bias": True}, "mlp_bias=true"),
@@ -40,6 +41,30 @@ REFUSED = [
     ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters.factor: is missing"),
     ("qwen3_moe", {"num_experts": 16, "num_local_experts": 8}, "num_local_experts=8: and num_experts=16 contradict"),
     ("gpt_oss", {"model_type": "gpt_oss_2"}, "model_type='gpt_oss_2'"),
+    (
+        "llama",
+        {"torch_dtype": "float32", "dtype": "bfloat16"},
+        "torch_dtype='float32': and dtype='bfloat16' contradict",
+    ),
+    ("llama", {"dtype": ""}, "dtype=''"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "type": "yarn", "factor": 2.0}},
+        "rope_parameters.rope_type='linear': and rope_parameters.type='yarn' contradict",
+    ),
+    ("llama", {"rope_parameters": {"factor": 2.0}}, "rope_parameters.factor=2.0: is not understood for rope_type=def"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
+        "rope_parameters.high_freq_factor: is missing",
+    ),
+    (
+        "deepseek_v3",
+        {"rope_parameters": YARN | {"mscale_all_dim": 0.7}},
+        "rope_parameters.mscale_all_dim=0.7: stands",
+    ),
+    ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7}}, "rope_parameters.mscale=0.7: stands without"),
+    ("deepseek_v3", {"qk_head_dim": 77}, "qk_head_dim=77"),
 ]
 #: Values of the wrong type, one for each way in which fields are read.
 WRONG_TYPE = [
@@ -68,6 +93,14 @@ WRONG_TYPE = [
     ("deepseek_v3", "rope_interleave", 1),
     ("llama", "model_type", ["llama"]),
     ("llama", "dtype", ["float32"]),
+    ("llama", "rms_norm_eps", 10**400),
+    ("llama", "num_key_value_heads", 0),
+    ("qwen3", "num_hidden_layers", 10**9),
+    ("glm4_moe", "num_nextn_predict_layers", 10**9),
+    ("glm4_moe", "num_nextn_predict_layers", True),
+    ("glm4_moe", "n_group", False),
+    ("glm4_moe", "topk_group", ""),
+    ("glm4_moe", "n_shared_experts", False),
 ]
 MISSING = ["hidden_size", "num_hidden_layers", "rms_norm_eps", "num_attention_heads", "num_local_experts"]
 

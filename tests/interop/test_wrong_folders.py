@@ -17,6 +17,7 @@ from jaxmoe.runtime.run_folder import RunFolder
 from tests.interop.golden_cases import FOLDER
 from tests.interop.test_round_trip import assert_same_tensors, tensors_of
 
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 SHARD = "model-0000{}-of-00004.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -25,6 +26,21 @@ INDEX = "model.safetensors.index.json"
 def rewritten(folder, change):
     file = folder / "model.safetensors"
     save_file(change(load_file(file)), file)
+
+
+def spoiled(values):
+    """The last number of each tensor named replaced."""
+
+    def change(tensors):
+        for name, value in values.items():
+            tensors[name].flat[-1] = value
+        return tensors
+
+    return change
+
+
+def narrow(tensors):
+    return {name: value.astype(ml_dtypes.bfloat16) for name, value in tensors.items()}
 
 
 def without(name):
@@ -141,6 +157,84 @@ WRONG = {
         ["model-00004-of-00004.safetensors holds lm_head.weight, and it does not"],
     ),
     "index_that_is_no_index": ("mixtral_sharded", lambda f: (f / INDEX).write_text("[1]"), ["is no index"]),
+    "index_of_nothing": ("mixtral_sharded", lambda f: with_index(f, dict.clear), ["is no index", "weight_map must"]),
+    "index_of_a_number": ("mixtral_sharded", point_to(3), ["is no index", "weight_map must name the file"]),
+    "index_of_a_control_character": ("mixtral_sharded", point_to("\0.safetensors"), ["is no plain file name"]),
+    "tensor_that_the_index_leaves_out": (
+        "mixtral_sharded",
+        lambda f: with_index(f, lambda files: (files.pop("lm_head.weight"), files.pop("model.norm.weight"))),
+        [f"{SHARD.format(1)} holds lm_head.weight, and {INDEX} does not name it", "holds model.norm.weight, and"],
+    ),
+    "single_file_beside_an_index": (
+        "mixtral_sharded",
+        lambda f: shutil.copy(f / SHARD.format(1), f / "model.safetensors"),
+        ["holds model.safetensors and model.safetensors.index.json of other files"],
+    ),
+    "not_finite": (
+        "qwen3_moe",
+        lambda f: rewritten(f, spoiled({EXPERT: np.nan, "model.norm.weight": -np.inf, "lm_head.weight": np.nan})),
+        ["3 tensors", f"{EXPERT} holds NaN", "model.norm.weight holds Inf", "lm_head.weight holds NaN"],
+    ),
+    "not_finite_in_bfloat16": (
+        "qwen3_moe",
+        lambda f: rewritten(f, lambda t: narrow(spoiled({EXPERT: np.inf})(t))),
+        [f"{EXPERT} holds Inf"],
+    ),
+    "selection_bias_not_finite": ("glm4_moe", lambda f: rewritten(f, spoiled({BIAS: np.nan})), [f"{BIAS} holds NaN"]),
+    "too_large_for_float32": (
+        "qwen3_moe",
+        lambda f: rewritten(f, lambda t: t | {EXPERT: t[EXPERT] * np.float64(1e300)}),
+        [f"{EXPERT} holds numbers too large for float32"],
+    ),
+    "name_that_upsets_a_terminal": (
+        "qwen3_moe",
+        lambda f: rewritten(f, lambda t: t | {"a\x1b[31m": np.ones(1, np.float32)}),
+        [r"'a\x1b[31m is extra"],
+    ),
+    "empty_tensor": (
+        "qwen3_moe",
+        lambda f: rewritten(f, lambda t: t | {EXPERT: np.zeros((0, 32), np.float32)}),
+        [f"{EXPERT} has shape [0, 32]"],
+    ),
+    "empty_file": ("qwen3_moe", lambda f: (f / "model.safetensors").write_bytes(b""), ["is damaged or cut short"]),
+    "head_of_a_file_too_long": (
+        "qwen3_moe",
+        lambda f: (f / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}"),
+        ["is damaged or cut short"],
+    ),
+    "config_is_a_folder": (
+        "qwen3_moe",
+        lambda f: ((f / "config.json").unlink(), (f / "config.json").mkdir()),
+        ["config.json: Is a directory; name a folder"],
+    ),
+    "quantized": (
+        "deepseek_v3",
+        with_config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        ["quantization_config={quant_method: 'fp8'"],
+    ),
+    "no_experts": ("qwen3_moe", with_config(num_local_experts=0), ["num_experts=0"]),
+    "mtp_modules_that_are_no_number": (
+        "deepseek_v2_lite",
+        with_config(num_nextn_predict_layers="x"),
+        ["num_nextn_predict_layers='x'"],
+    ),
+}
+#: What only the model's own list of parameters, or the numbers, can show; all else is told before JAX starts.
+NEEDS_JAX = {
+    "missing_expert",
+    "transposed_weight",
+    "extra_tensor",
+    "integers",
+    "wrong_vocabulary",
+    "two_at_once",
+    "wrong_number_of_experts",
+    "float8",
+    "not_finite",
+    "not_finite_in_bfloat16",
+    "selection_bias_not_finite",
+    "too_large_for_float32",
+    "name_that_upsets_a_terminal",
+    "empty_tensor",
 }
 
 
@@ -152,11 +246,24 @@ def copied(tmp_path):
     return make
 
 
+@pytest.fixture
+def without_jax(monkeypatch):
+    """Commands that ask for JAX end with an ImportError, as if it had not been imported yet."""
+    for module in ("jax", "jaxmoe.runtime.convert"):
+        monkeypatch.setitem(sys.modules, module, None)
+
+
+def contents(folder):
+    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_folder_is_refused_by_name(name, copied, tmp_path, capsys):
+def test_a_wrong_folder_is_refused_by_name(name, copied, tmp_path, capsys, request):
     family, spoil, texts = WRONG[name]
     folder = copied(family)
     spoil(folder)
+    if name not in NEEDS_JAX:
+        request.getfixturevalue("without_jax")
     with pytest.raises(SystemExit) as caught:
         main(["hf-to-jaxmoe", "--from", str(folder), "--run", str(tmp_path / "run")])
     assert caught.value.code == 2
@@ -177,7 +284,62 @@ def test_in_and_out_again_by_the_commands(tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["hf-to-jaxmoe", "--from", str(FOLDER / "glm4_moe"), "--run", str(run)])
     assert caught.value.code == 2
-    assert "holds checkpoints already" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("exists already") == 2
+
+
+def a_file(folder):
+    (folder / "note").write_text("mine")
+
+
+def a_link(folder):
+    (folder / "link").symlink_to(folder / "in")
+    (folder / "dangling").symlink_to(folder / "nowhere")
+
+
+#: Where a run cannot be made: what is there before, its path, further words, the error.
+WRONG_RUNS = {
+    "holds_something": (a_file, ".", [], "exists already"),
+    "is_a_file": (a_file, "note", [], "exists already"),
+    "below_a_file": (a_file, "note/run", [], "note is in the way: a file"),
+    "is_the_input": (None, "in", [], "lies in"),
+    "in_the_input": (None, "x/../in/run", [], "lies in"),
+    "in_the_input_by_a_link": (a_link, "link/run", [], "lies in"),
+    "a_link_to_nothing": (a_link, "dangling", [], "is a link to no folder"),
+    "name_too_long": (None, "x" * 300, [], "File name too long"),
+    "no_folder_of_weights": (None, "run", ["model.from_hf=null"], "model.from_hf=null: contradicts --from"),
+    "another_folder_of_weights": (None, "run", [f"model.from_hf={FOLDER / 'llama'}"], "contradicts --from"),
+    "no_such_config": (None, "run", ["--config", "nowhere.yaml"], "nowhere.yaml: no such file"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_RUNS)
+def test_a_run_that_cannot_be_made_is_refused_before_jax_starts(name, copied, tmp_path, capsys, without_jax):
+    prepare, run, words, text = WRONG_RUNS[name]
+    folder = copied("qwen3_moe")
+    if prepare:
+        prepare(tmp_path)
+    before = contents(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(["hf-to-jaxmoe", "--from", str(folder), "--run", f"{tmp_path}/{run}", *words])
+    assert caught.value.code == 2
+    assert text in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
+def test_a_folder_is_taken_by_its_name_whatever_that_means_in_yaml(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(FOLDER / "llama", "1e3")
+    assert main(["hf-to-jaxmoe", "--from", "1e3", "--run", "2026"]) == 0
+    assert RunFolder(tmp_path / "2026").steps == [0]
+
+
+def test_numbers_that_are_rounded_are_not_rounded_in_silence(copied, tmp_path, capsys, caplog):
+    folder = copied("qwen3_moe")
+    rewritten(folder, lambda t: t | {name: t[name].astype(np.float64) for name in (EXPERT, "model.norm.weight")})
+    assert main(["hf-to-jaxmoe", "--from", str(folder), "--run", str(tmp_path / "run")]) == 0
+    assert [record.getMessage() for record in caplog.records if record.name == "jaxmoe.interop.load"] == [
+        f"{folder}: 2 tensors are F64 and are rounded to float32, the dtype of their parameters (model.param_dtype)"
+    ]
 
 
 def test_a_run_that_is_none_is_refused(tmp_path, capsys):

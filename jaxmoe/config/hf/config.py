@@ -51,7 +51,9 @@ def read_hf_config(folder: str | os.PathLike[str]) -> Tree:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; name a folder with config.json and *.safetensors") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; name a folder with {CONFIG_FILE} and *.safetensors") from None
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON ({error}); fetch it again") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no JSON object; fetch it again")
@@ -82,7 +84,9 @@ def model_tree(values: Mapping[str, Any], source: str) -> Tree:
         if name not in HARMLESS:
             rule = f"is a field that {family.model_type} does not have here; it may change the numbers"
             fields.refuse(name, values[name], rule, "remove it from config.json if it does not")
-    dtype = values.get("dtype", values.get("torch_dtype")) or "float32"
+    dtype = values.get("dtype", values.get("torch_dtype"))
+    dtype = "float32" if dtype is None else dtype
+    fields.agree("torch_dtype", "dtype", values.get("torch_dtype"), values.get("dtype"))
     fields.whole("max_position_embeddings", None, at_least=1)
     if not isinstance(dtype, str) or dtype not in _COMPUTE_DTYPES:
         fields.refuse("dtype", dtype, "is no dtype of weights here", f"known: {', '.join(_COMPUTE_DTYPES)}")
@@ -97,7 +101,7 @@ def _decode(family: Family, fields: Fields) -> Tree:
     tree: Tree = {}
     for piece in family.pieces:
         tree = merge_trees(tree, piece.decode(fields))
-    if "moe" in tree and tree["moe"].get("num_dense_layers", 0) >= fields.whole("num_hidden_layers"):
+    if "moe" in tree and tree["moe"].get("num_dense_layers", 0) >= fields.layers():
         del tree["moe"]  # a checkpoint of a mixture family without a single layer of experts
     return tree
 

@@ -19,7 +19,7 @@ from jaxmoe.config.hf.pieces import (
     sizes,
     windows,
 )
-from jaxmoe.config.schema import Model
+from jaxmoe.config.schema import MOST_LAYERS, Model
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ GATED_SHARED_EXPERT = Piece(
 
 
 def _shared_count_decode(fields: Fields) -> Tree:
-    return {"moe": {"num_shared_experts": fields.get("n_shared_experts", None) or 0}}
+    return {"moe": {"num_shared_experts": fields.count("n_shared_experts", otherwise=0)}}
 
 
 SHARED_EXPERTS = Piece(
@@ -110,7 +110,7 @@ SHARED_EXPERTS = Piece(
 
 
 def _grouped_router_decode(fields: Fields) -> Tree:
-    groups, kept = fields.get("n_group", None) or 1, fields.get("topk_group", None) or 1
+    groups, kept = fields.count("n_group", otherwise=1), fields.count("topk_group", otherwise=1)
     fields.expect("scoring_func", "sigmoid")
     fields.expect("topk_method", "noaux_tc")
     router = {
@@ -143,7 +143,7 @@ GROUPED_ROUTER = Piece(_grouped_router_decode, _grouped_router_encode)
 
 
 def _mtp_decode(fields: Fields) -> Tree:
-    depths = fields.get("num_nextn_predict_layers", None) or 0
+    depths = fields.whole("num_nextn_predict_layers", None, at_most=MOST_LAYERS)
     return {"mtp": {"num_depths": depths}} if depths else {}
 
 
@@ -151,6 +151,15 @@ MTP = Piece(
     _mtp_decode, lambda model: {"num_nextn_predict_layers": model.mtp.num_depths if model.mtp is not None else 0}
 )
 """Modules that predict further tokens; overriding `model.mtp: null` leaves them out."""
+
+
+def _no_mtp_decode(fields: Fields) -> Tree:
+    fields.whole("num_nextn_predict_layers", None, at_most=MOST_LAYERS)
+    return {}
+
+
+NO_MTP = Piece(_no_mtp_decode, lambda model: {})
+"""The family has none; files of relatives that say how many are read all the same, without them."""
 
 LLAMA = Family(
     "llama",
@@ -319,7 +328,7 @@ GPT_OSS = Family(
 
 
 def _ernie_experts_decode(fields: Fields) -> Tree:
-    layers = fields.whole("num_hidden_layers")
+    layers = fields.layers()
     first, last = fields.whole("moe_layer_start_index", 1), fields.whole("moe_layer_end_index", -1, at_least=-1)
     last = layers - 1 if last == -1 else last
     interval = fields.whole("moe_layer_interval", 1, at_least=1)
@@ -327,7 +336,7 @@ def _ernie_experts_decode(fields: Fields) -> Tree:
         "num_experts": fields.get("moe_num_experts"),
         "experts_per_token": fields.get("moe_k"),
         "expert_hidden_dim": fields.get("moe_intermediate_size"),
-        "num_shared_experts": fields.get("moe_num_shared_experts", None) or 0,
+        "num_shared_experts": fields.count("moe_num_shared_experts", otherwise=0),
         "router": {"score_function": "softmax", "selection_bias": True, "renormalize": True},
     }
     return {"moe": moe | layer_tree([first <= i <= last and (i + 1) % interval == 0 for i in range(layers)])}
@@ -378,6 +387,7 @@ DEEPSEEK_V2 = Family(
         FIRST_DENSE,
         SHARED_EXPERTS,
         only("scoring_func", "softmax"),
+        NO_MTP,
     ),
 )
 

@@ -1,17 +1,18 @@
 """The fields of one config.json, which remembers what was read, and the pieces that translate some of them."""
 
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from jaxmoe.config.errors import ABSENT, Problem
-from jaxmoe.config.schema import Model
+from jaxmoe.config.schema import LARGEST, MOST_LAYERS, Model
 
 Tree = dict[str, Any]
 
 #: Marks a field that has no default.
 REQUIRED: Final = ABSENT
+_LARGEST = sys.float_info.max
 
 
 class Fields:
@@ -42,18 +43,27 @@ class Fields:
         value = self.get(name, default)
         if value is None and default is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            return self._wrong(name, value, "must be a number", 1)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
+            return self._wrong(name, value, "must be a number that 64 bits hold", 1)
         return value
 
-    def whole(self, name: str, default: Any = REQUIRED, *, at_least: int = 0) -> Any:
+    def whole(self, name: str, default: Any = REQUIRED, *, at_least: int = 0, at_most: int = LARGEST) -> Any:
         """A whole number; the larger of 1 and `at_least` stands in. A default of None allows `null`."""
         value = self.get(name, default)
         if value is None and default is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-            return self._wrong(name, value, f"must be a whole number >= {at_least}", max(1, at_least))
+        if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value <= at_most:
+            rule = f"must be a whole number from {at_least} to {at_most}"
+            return self._wrong(name, value, rule, max(1, at_least))
         return value
+
+    def count(self, name: str, *, otherwise: int) -> int:
+        """A whole number, which files that have none of it leave out or set to `null`, or to 0."""
+        return self.whole(name, None) or otherwise
+
+    def layers(self) -> int:
+        """How many layers the model has; few enough to go through them one by one."""
+        return self.whole("num_hidden_layers", at_least=1, at_most=MOST_LAYERS)
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false; `null` is false."""

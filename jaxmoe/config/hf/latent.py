@@ -8,8 +8,8 @@ def _latent_decode(fields: Fields) -> Tree:
     heads = fields.number("num_attention_heads")
     nope, rope = fields.number("qk_nope_head_dim"), fields.number("qk_rope_head_dim")
     fields.expect("num_key_value_heads", heads)
-    # Widths that follow from the others; `head_dim` is that of the rotated part there.
-    fields.read.update(("head_dim", "qk_head_dim"))
+    fields.expect("qk_head_dim", nope + rope)
+    fields.read.add("head_dim")  # follows from the others: the width of the rotated part, or of the whole
     mla = {
         "q_lora_rank": fields.get("q_lora_rank"),
         "kv_lora_rank": fields.number("kv_lora_rank"),
@@ -42,7 +42,7 @@ LATENT_HEADS = Piece(_latent_decode, _latent_encode)
 
 
 def _indexer_decode(fields: Fields) -> Tree:
-    layers, dense = fields.whole("num_hidden_layers"), fields.whole("first_k_dense_replace")
+    layers, dense = fields.layers(), fields.whole("first_k_dense_replace")
     # Said twice by files of version 5; another pattern would be another model.
     if fields.get("layer_types", None) != ["deepseek_sparse_attention"] * layers:
         fields.expect("layer_types", ["indexed_attention"] * layers)
@@ -71,7 +71,7 @@ INDEXER = Piece(_indexer_decode, _indexer_encode)
 
 
 def _full_indexers_decode(fields: Fields) -> Tree:
-    fields.expect("indexer_types", ["full"] * fields.whole("num_hidden_layers"))
+    fields.expect("indexer_types", ["full"] * fields.layers())
     fields.expect("index_topk_freq", 1)
     fields.expect("index_topk_pattern", None)
     fields.expect("indexer_rope_interleave", True)
@@ -87,7 +87,7 @@ def _softmax_router_decode(fields: Fields) -> Tree:
     method = fields.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         fields.refuse("topk_method", method, "is not supported", "greedy and group_limited_greedy are")
-    groups, kept = fields.get("n_group", None) or 1, fields.get("topk_group", None) or 1
+    groups, kept = fields.count("n_group", otherwise=1), fields.count("topk_group", otherwise=1)
     grouped = method == "group_limited_greedy"
     router = {
         "score_function": "softmax",
@@ -120,5 +120,5 @@ LATENT_COMMON = (
     only("attention_bias", False),
     only("mlp_bias", False),
     only("moe_layer_freq", 1),
-    unused("num_nextn_predict_layers", "rope_interleave"),
+    unused("rope_interleave"),
 )

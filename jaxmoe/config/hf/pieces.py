@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxmoe.config.check_model import moe_layers
-from jaxmoe.config.hf.fields import Fields, Piece, Tree, real, same
+from jaxmoe.config.hf.fields import REQUIRED, Fields, Piece, Tree, real, same
 from jaxmoe.config.schema import Model, RopeScaling
 
 #: Fields that never change a number here. Dropout and the router's own loss act in their trainer, not in the model;
@@ -24,7 +24,7 @@ def _heads_decode(fields: Fields) -> Tree:
     return {
         "attention": {
             "num_heads": heads,
-            "num_kv_heads": fields.get("num_key_value_heads", None) or heads,
+            "num_kv_heads": fields.whole("num_key_value_heads", None, at_least=1) or heads,
             "head_dim": head_dim if head_dim is not None else fields.whole("hidden_size") // heads,
         }
     }
@@ -63,10 +63,10 @@ def _activation_decode(fields: Fields) -> Tree:
 
 # ---------------------------------------------------------------- rotary embedding
 
-#: Keys of each kind of scaling: ours -> (theirs, default).
+#: Keys of each kind of scaling: ours -> (theirs, default or REQUIRED).
 _SCALING: dict[str, dict[str, tuple[str, Any]]] = {
     "linear": {},
-    "llama3": {"low_freq_factor": ("low_freq_factor", 1.0), "high_freq_factor": ("high_freq_factor", 4.0)},
+    "llama3": {"low_freq_factor": ("low_freq_factor", REQUIRED), "high_freq_factor": ("high_freq_factor", REQUIRED)},
     "yarn": {
         "beta_fast": ("beta_fast", 32.0),
         "beta_slow": ("beta_slow", 1.0),
@@ -78,7 +78,6 @@ _COMMON_KEYS = {
     "rope_type",
     "type",
     "rope_theta",
-    "factor",
     "original_max_position_embeddings",
     "partial_rotary_factor",
 }
@@ -121,12 +120,14 @@ def _either(fields: Fields, inner: Fields, name: str, default: float) -> float:
 def _scaling(fields: Fields, inner: Fields) -> Tree | None:
     spelling = "rope_type" if "rope_type" in inner.values else "type"
     kind = inner.get(spelling, None) or "default"
+    inner.agree("rope_type", f"{inner.place}type", inner.values.get("rope_type"), inner.values.get("type"))
     kinds = ["default", *_SCALING]
     if kind not in kinds:
         rule = "is a kind of rotary scaling that is not supported"
         inner.refuse("rope_type", kind, rule, f"known: {', '.join(kinds)}")
         return None
     allowed = _COMMON_KEYS | {theirs for theirs, _ in _SCALING.get(kind, {}).values()}
+    allowed |= {"factor"} if kind != "default" else set()
     allowed |= {"mscale", "mscale_all_dim"} if kind == "yarn" else set()
     for key in inner.values:
         if key not in allowed:
@@ -137,12 +138,15 @@ def _scaling(fields: Fields, inner: Fields) -> Tree | None:
     section: Tree = {"type": kind, "factor": float(inner.number("factor")), "original_seq_len": length}
     for ours, (theirs, default) in _SCALING[kind].items():
         value = inner.flag(theirs, default) if isinstance(default, bool) else inner.number(theirs, default)
-        if value != default:
+        if value not in (default, None):
             section[ours] = value if isinstance(value, bool) else float(value)
-    # Both or none: one alone is ignored by the library's factor on cos and sin.
     mscale, mscale_all_dim = inner.number("mscale", None), inner.number("mscale_all_dim", None)
     if mscale and mscale_all_dim:
         section |= {"mscale": float(mscale), "mscale_all_dim": float(mscale_all_dim)}
+    elif mscale_all_dim or mscale not in (None, 0, 1):
+        name = "mscale_all_dim" if mscale_all_dim else "mscale"
+        rule = "stands without its partner of mscale and mscale_all_dim, which programs read in different ways"
+        inner.refuse(name, inner.values[name], rule, "give both, or remove it")
     return section
 
 
@@ -184,7 +188,7 @@ def windows(
         on = fields.flag("use_sliding_window", False) if switch else True
         window = fields.get("sliding_window", window_default)
         first = fields.whole("max_window_layers", first_default)
-        layers = fields.whole("num_hidden_layers")
+        layers = fields.layers()
         types = fields.listed("layer_types", str) if slides else None
         if types:
             known = ("full_attention", "sliding_attention")
@@ -237,7 +241,7 @@ def dense_width(model: Model) -> int:
 
 
 def _first_dense_decode(fields: Fields) -> Tree:
-    dense, layers = fields.whole("first_k_dense_replace"), fields.whole("num_hidden_layers")
+    dense, layers = fields.whole("first_k_dense_replace"), fields.layers()
     return {"moe": layer_tree([i >= dense for i in range(layers)])}
 
 
@@ -248,7 +252,7 @@ FIRST_DENSE = Piece(
 
 
 def _sparse_step_decode(fields: Fields) -> Tree:
-    step, layers = fields.whole("decoder_sparse_step", 1), fields.whole("num_hidden_layers")
+    step, layers = fields.whole("decoder_sparse_step", 1), fields.layers()
     dense = fields.listed("mlp_only_layers", int) or []
     return {"moe": layer_tree([step > 0 and (i + 1) % step == 0 and i not in dense for i in range(layers)])}
 
