@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxmoe.config import UserError, fail_on_user_error, load_config
+from jaxmoe.config import Config, UserError, fail_on_user_error, load_config
 from jaxmoe.config.errors import show_value
-from jaxmoe.config.hf.config import find_family, read_hf_config
+from jaxmoe.config.hf.config import find_family, read_source_config
 from jaxmoe.interop.folder import WeightFiles
 from jaxmoe.interop.hf_config import load_hf_config
 from jaxmoe.interop.save import check_new_folder
@@ -90,10 +90,11 @@ def _export(arguments: argparse.Namespace) -> int:
     if step not in steps:
         raise UserError(f"step={step}: {folder.path} holds {steps or 'no checkpoint yet'}; choose one of those")
     config = load_config(folder.path / CONFIG_FILE, arguments.overrides)
+    _check_overrides(config, folder)
     source = config.model.from_hf
     read_only = [folder.checkpoints, folder.tokenizer, *([Path(source)] if source else [])]
     check_new_folder("to", arguments.to, apart_from=read_only)
-    find_family(config.model, read_hf_config(source)["model_type"] if source else None)
+    find_family(config.model, read_source_config(source)["model_type"] if source else None)
     if source:
         WeightFiles(source)
     _start_jax()
@@ -102,6 +103,16 @@ def _export(arguments: argparse.Namespace) -> int:
     export_run(config, folder, step, Path(arguments.to), dtype=arguments.dtype)
     print(f"step {step} of {folder.path} is in {arguments.to}")
     return 0
+
+
+def _check_overrides(config: Config, folder: RunFolder) -> None:
+    """Refuses what would make another model of the weights: an export may go by another folder, or leave out MTP.
+
+    Raises: UserError naming every field that differs.
+    """
+    saved = load_config(folder.path / CONFIG_FILE).model
+    allowed = {"from_hf": saved.from_hf, "mtp": saved.mtp if config.model.mtp is None else config.model.mtp}
+    folder.check(config.model_copy(update={"model": config.model.model_copy(update=allowed)}))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from jaxmoe.config.errors import UserError
+from jaxmoe.config.errors import UserError, show_value
 from jaxmoe.config.hf.config import CONFIG_FILE
 from jaxmoe.interop.folder import DTYPES, INDEX_FILE, SINGLE_FILE
 from jaxmoe.interop.tensors import Tensor
@@ -51,15 +51,16 @@ def check_new_folder(
 
     Raises: UserError when it holds something, lies in one of `apart_from`, or cannot be written.
     """
-    target = Path(path)
+    try:
+        target = Path(path).resolve()
+    except (ValueError, RuntimeError) as error:  # a NUL in it, a circle of links
+        raise UserError(f"{name}={show_value(os.fspath(path))}: is no path ({error}); correct it") from None
     for other in apart_from:
-        if target.resolve().is_relative_to(other.resolve()):
+        if target.is_relative_to(other.resolve()):
             raise UserError(f"{name}={target}: lies in {other}, which is only read; choose a folder outside of it")
-    if target.is_symlink() and not target.is_dir():
-        raise UserError(f"{name}={target}: is a link to no folder; choose another one")
     if target.exists() and (not target.is_dir() or any(item.name not in ignored for item in target.iterdir())):
         raise UserError(f"{name}={target}: exists already; choose another folder, nothing is overwritten")
-    nearest = target.absolute()
+    nearest = target
     while not nearest.exists():
         nearest = nearest.parent
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
@@ -152,6 +153,7 @@ def _write(
     tokenizer_from: Path | None,
 ) -> None:
     check_new_folder("path", target)
+    target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

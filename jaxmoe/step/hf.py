@@ -14,11 +14,19 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config.errors import UserError
-from jaxmoe.config.hf.config import CONFIG_FILE, config_tree, family_of, find_family, hf_config, read_hf_config
+from jaxmoe.config.hf.config import (
+    CONFIG_FILE,
+    config_tree,
+    family_of,
+    find_family,
+    hf_config,
+    read_hf_config,
+    read_source_config,
+)
 from jaxmoe.config.load import config_from_dict
 from jaxmoe.config.schema import Config
 from jaxmoe.config.trees import merge_trees
-from jaxmoe.interop.folder import WeightFiles
+from jaxmoe.interop.folder import DTYPES, WeightFiles, listed
 from jaxmoe.interop.load import load_parameters
 from jaxmoe.interop.names import NAMES, Names
 from jaxmoe.interop.save import FILE_DTYPES, MAX_SHARD_BYTES, shards, tensor_values, write_folder
@@ -154,7 +162,7 @@ def save_hf(
     """
     config = state.config
     source = config.model.from_hf
-    values = read_hf_config(source) if source else None
+    values = read_source_config(source) if source else None
     leaves = flat_parameters(state.params) | flat_parameters(state.router_bias)
     stored = WeightFiles(source).tensors if source else None
     tensors = [
@@ -167,6 +175,13 @@ def save_hf(
     dtypes |= {tensor.name: "F32" for tensor in tensors if _is_bias(tensor) and dtypes[tensor.name] in ("BF16", "F16")}
     if stored is not None and dtype is None:
         dtypes |= {name: stored[name].dtype for name in dtypes if name in stored}
+        odd = [
+            f"{name} is {found}; only {', '.join(DTYPES)} are written"
+            for name, found in dtypes.items()
+            if found not in DTYPES
+        ]
+        if odd:
+            raise UserError(listed(f"{source}: {len(odd)} tensors are not those that the model came from", odd))
     tokenizer_folder = source or tokenizer_from
     write_folder(
         path,

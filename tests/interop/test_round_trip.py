@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxmoe
 from jaxmoe.config.errors import UserError
+from jaxmoe.interop.folder import SINGLE_FILE
 from tests.interop import golden_cases as goldens
 
 SGD = "optimizer.kind=sgd"
@@ -182,6 +183,22 @@ def test_a_tied_head_that_was_saved_as_well_is_accepted_only_if_equal(tmp_path):
     save_file(tensors | {"lm_head.weight": table + 1}, source / "model.safetensors")
     with pytest.raises(UserError, match=r"lm_head\.weight is extra"):
         one_device(source)
+
+
+def test_a_source_that_changed_is_followed_where_it_can_be(tmp_path):
+    source = copy_as("llama", tmp_path / "in", lambda _, value: value)
+    state = one_device(source)
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(values | {"vocab_size": "x"}))
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    jaxmoe.save_hf(state, tmp_path / "link")
+    (source / "config.json").write_text(json.dumps(values))
+    written, first = (jaxmoe.load_hf_config(folder).model for folder in (tmp_path / "out", source))
+    assert written.model_copy(update={"from_hf": first.from_hf}) == first
+    tensors = tensors_of(source)
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"].astype(np.int8)}, source / SINGLE_FILE)
+    with pytest.raises(UserError, match=r"model\.norm\.weight is I8; only F64"):
+        jaxmoe.save_hf(state, tmp_path / "again")
 
 
 def test_router_biases_have_names_too():

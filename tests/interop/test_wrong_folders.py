@@ -293,7 +293,6 @@ def a_file(folder):
 
 def a_link(folder):
     (folder / "link").symlink_to(folder / "in")
-    (folder / "dangling").symlink_to(folder / "nowhere")
 
 
 #: Where a run cannot be made: what is there before, its path, further words, the error.
@@ -304,7 +303,6 @@ WRONG_RUNS = {
     "is_the_input": (None, "in", [], "lies in"),
     "in_the_input": (None, "x/../in/run", [], "lies in"),
     "in_the_input_by_a_link": (a_link, "link/run", [], "lies in"),
-    "a_link_to_nothing": (a_link, "dangling", [], "is a link to no folder"),
     "name_too_long": (None, "x" * 300, [], "File name too long"),
     "no_folder_of_weights": (None, "run", ["model.from_hf=null"], "model.from_hf=null: contradicts --from"),
     "another_folder_of_weights": (None, "run", [f"model.from_hf={FOLDER / 'llama'}"], "contradicts --from"),
@@ -321,6 +319,54 @@ def test_a_run_that_cannot_be_made_is_refused_before_jax_starts(name, copied, tm
     before = contents(tmp_path)
     with pytest.raises(SystemExit) as caught:
         main(["hf-to-jaxmoe", "--from", str(folder), "--run", f"{tmp_path}/{run}", *words])
+    assert caught.value.code == 2
+    assert text in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """A run made from `in`; tests work on copies, whose config says where theirs is."""
+    folder = tmp_path_factory.mktemp("converted")
+    shutil.copytree(FOLDER / "glm4_moe", folder / "in", ignore=shutil.ignore_patterns("*.npz"))
+    words = ["hf-to-jaxmoe", "--from", str(folder / "in"), "--run", str(folder / "run"), "optimizer.kind=sgd"]
+    assert main(words) == 0
+    return folder
+
+
+def in_source(change):
+    return lambda folder: change(folder / "in")
+
+
+#: What stands in the way of an export: what happened before, --to, further words, the error.
+WRONG_EXPORTS = {
+    "in_the_checkpoints": (None, "run/checkpoints/hf", [], "only read"),
+    "in_the_source": (None, "in/out", [], "only read"),
+    "over_a_run": (None, "run", [], "exists already"),
+    "no_path": (None, "a\0b", [], "is no path"),
+    "no_such_step": (None, "out", ["--step", "7"], "holds [0]; choose one of those"),
+    "source_gone": (lambda f: shutil.rmtree(f / "in"), "out", [], "config.json: no such file"),
+    "source_without_weights": (in_source(lambda f: (f / "model.safetensors").unlink()), "out", [], "holds neither"),
+    "source_of_no_family": (in_source(with_config(model_type=None)), "out", [], "model_type=null"),
+    "source_of_another_kind": (in_source(with_config(model_type=["x"])), "out", [], "model_type=['x']"),
+    "source_that_changed": (in_source(with_config(softcap=3)), "out", [], "softcap=3"),
+    "another_width": (None, "out", ["model.d_model=64"], "model.d_model: saved 32, asked 64"),
+    "fewer_layers": (None, "out", ["model.num_layers=2"], "model.num_layers: saved 3, asked 2"),
+    "another_norm": (None, "out", ["model.norm_eps=0.5"], "model.norm_eps: saved"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_EXPORTS)
+def test_an_export_that_cannot_be_is_refused_before_jax_starts(name, converted, tmp_path, capsys, without_jax):
+    prepare, target, words, text = WRONG_EXPORTS[name]
+    shutil.copytree(converted, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "run" / "config.yaml"
+    file.write_text(file.read_text().replace(str(converted), str(tmp_path)))
+    if prepare:
+        prepare(tmp_path)
+    before = contents(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(["jaxmoe-to-hf", "--run", str(tmp_path / "run"), "--to", f"{tmp_path}/{target}", *words])
     assert caught.value.code == 2
     assert text in capsys.readouterr().err
     assert contents(tmp_path) == before

@@ -60,6 +60,16 @@ def read_hf_config(folder: str | os.PathLike[str]) -> Tree:
     return values
 
 
+def read_source_config(folder: str | os.PathLike[str]) -> Tree:
+    """The config.json that an export goes by, as it stands there.
+
+    Raises: as `read_hf_config` and `model_tree`: it may have changed since its weights were read.
+    """
+    values = read_hf_config(folder)
+    model_tree(values, str(Path(folder) / CONFIG_FILE))
+    return values
+
+
 def family_of(values: Mapping[str, Any], source: str) -> Family:
     """The family that a config.json names.
 
@@ -236,7 +246,10 @@ def hf_config(model: Model, dtype: str, source: Mapping[str, Any] | None) -> Tre
         }
     family = find_family(model, source["model_type"])
     written = dict(source)
-    before = _encode(family, Model.model_validate(_decode(family, Fields(source))))
+    try:
+        before = _encode(family, Model.model_validate(_decode(family, Fields(source))))
+    except (ValidationError, TypeError):
+        before = {}  # values that overrides of `model` have mended
     changed = {name: value for name, value in _encode(family, model).items() if value != before.get(name, ABSENT)}
     if any(name in changed for name in ("rope_theta", "rope_scaling", "partial_rotary_factor")):
         after = _encode(family, model)
