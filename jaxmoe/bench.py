@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxmoe.config.errors import fail_on_user_error
-from jaxmoe.config.load import load_config
+from jaxmoe.config.load import check_once, load_config
 from jaxmoe.runtime.arguments import new_file, whole_number, whole_numbers
 from jaxmoe.runtime.environment import restart_with_huge_pages
 
@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
     arguments = parser.parse_args(argv)
+    check_once(arguments.overrides)
     config = load_config(arguments.config, arguments.overrides)
 
     if arguments.attention:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxmoe.config import Config, UserError, fail_on_user_error, load_config
+from jaxmoe.config import Config, UserError, check_once, fail_on_user_error, load_config
 from jaxmoe.config.errors import show_value
 from jaxmoe.config.hf.config import find_family, read_source_config
 from jaxmoe.interop.folder import WeightFiles
@@ -45,6 +45,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the command; the exit code."""
     arguments = _arguments(words)
+    check_once(arguments.overrides)
     return _import(arguments) if arguments.command == "hf-to-jaxmoe" else _export(arguments)
 
 

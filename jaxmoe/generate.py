@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxmoe.config import UserError, fail_on_user_error, load_config
+from jaxmoe.config import UserError, check_once, fail_on_user_error, load_config
 from jaxmoe.generation.settings import Sampling
 from jaxmoe.runtime.run_folder import CONFIG_FILE, RunFolder
 
@@ -31,6 +31,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the command; the exit code."""
     arguments = _arguments(words)
+    check_once(arguments.overrides)
     folder = RunFolder(arguments.run)
     step = _step(folder, arguments.step)
     if arguments.tokens < 1:

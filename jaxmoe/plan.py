@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from jaxmoe.config.check import MESH_AXES
 from jaxmoe.config.errors import UserError, fail_on_user_error
-from jaxmoe.config.load import load_config
+from jaxmoe.config.load import check_once, load_config
 from jaxmoe.runtime.arguments import MOST_DEVICES, whole_number
 
 
@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
     arguments = parser.parse_intermixed_args(argv)
+    check_once(arguments.overrides)
     config = load_config(arguments.config, arguments.overrides)
     devices = arguments.devices
     if devices is None:

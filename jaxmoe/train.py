@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from jaxmoe.config import Config, fail_on_user_error, load_config
+from jaxmoe.config import Config, check_once, fail_on_user_error, load_config
 from jaxmoe.runtime.environment import restart_with_huge_pages
 from jaxmoe.runtime.processes import Processes, add_arguments, find_place, joined
 from jaxmoe.runtime.progress import Display
@@ -36,6 +36,7 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = _arguments(words)
     place = find_place(arguments)
     with fail_on_user_error(is_told=place.speaks):
+        check_once(arguments.overrides)
         config = load_config(arguments.config, arguments.overrides, require_files=True)
         folder = RunFolder(config.run.dir)
         folder.check(config)

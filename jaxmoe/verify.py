@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxmoe.config.errors import fail_on_user_error
-from jaxmoe.config.load import load_config
+from jaxmoe.config.load import check_once, load_config
 from jaxmoe.runtime.arguments import MOST_DEVICES, new_file, whole_number
 
 
@@ -37,6 +37,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Verify; returns the exit code."""
     arguments = _arguments(argv)
+    check_once(arguments.overrides)
     config = load_config(arguments.config, arguments.overrides)
 
     from jaxmoe.runtime.proof.command import curves, verify

@@ -69,7 +69,7 @@ def _dsa_sizes(config: Config) -> Iterator[Problem]:
         yield Problem(f"{_DSA}.index_head_dim", width, rule, f"use {1 << width.bit_length()}, or hadamard: false")
 
 
-def _dsa_pattern(config: Config) -> Iterator[Problem]:
+def dsa_pattern(config: Config) -> Iterator[Problem]:
     dsa, num_layers, moe = config.model.attention.dsa, config.model.num_layers, config.model.moe
     if dsa is None or isinstance(dsa.indexer_pattern, int):
         return
@@ -97,4 +97,4 @@ def _dsa_stages(config: Config) -> Iterator[Problem]:
         yield Problem(f"{_DSA}.indexer_loss_coeff", dsa.indexer_loss_coeff, rule, "use 1.0")
 
 
-LATENT_RULES: tuple[Rule, ...] = (_mla_heads, _mla_excludes, _dsa_needs_mla, _dsa_sizes, _dsa_pattern, _dsa_stages)
+LATENT_RULES: tuple[Rule, ...] = (_mla_heads, _mla_excludes, _dsa_needs_mla, _dsa_sizes, dsa_pattern, _dsa_stages)

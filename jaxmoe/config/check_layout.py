@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from math import gcd, lcm
 
-from jaxmoe.config.check_model import Rule, has_dense_layers, num_trunk_layers
+from jaxmoe.config.check_latent import dsa_pattern
+from jaxmoe.config.check_model import Rule, has_dense_layers, layer_kinds, window_layers
 from jaxmoe.config.errors import Problem
+from jaxmoe.config.layer_plan import LayerPlan, layer_plan
 from jaxmoe.config.numbers import divisors, next_multiple, one_of
 from jaxmoe.config.schema import Config, Moe
 
@@ -156,13 +158,24 @@ def _pipeline(config: Config) -> Iterator[Problem]:
         rule = f"must be a multiple of parallel.pp={parallel.pp}: what stands outside the trunk is split over pp"
         fix = f"use {next_multiple(micro, parallel.pp)}, or pp in {one_of(divisors(micro))}"
         yield Problem("batch.num_microbatches", micro, rule, fix)
-    trunk = num_trunk_layers(config)
-    if parallel.pp > trunk:
-        rule = f"must be at most the {trunk} layers of the trunk, or a stage has none"
-        yield Problem("parallel.pp", parallel.pp, rule, f"use {trunk} or less")
-    elif parallel.pipeline_schedule == "circular" and parallel.pp * parallel.pipeline_chunks > trunk:
-        rule = f"times parallel.pp={parallel.pp} must be at most the {trunk} layers of the trunk, or a chunk has none"
-        yield Problem("parallel.pipeline_chunks", parallel.pipeline_chunks, rule, f"use {trunk // parallel.pp} or less")
+    if any(problem for rule in (window_layers, layer_kinds, dsa_pattern) for problem in rule(config)):
+        return  # reported by that rule; there is no plan of such layers
+    yield from _stages(config, layer_plan(config.model))
+
+
+def _stages(config: Config, plan: LayerPlan) -> Iterator[Problem]:
+    """A chunk holds whole repeats of the pattern of layers; one that can never have any is a stage in vain."""
+    pp, chunks, repeats = config.parallel.pp, config.parallel.pipeline_chunks, plan.repeats
+    shared = f"the {repeats} layers of the trunk"
+    if len(plan.period) > 1:
+        shared = f"{repeats}, how often the trunk repeats its pattern of {len(plan.period)} layers"
+    if pp > repeats:
+        fits = [size for size in divisors(config.batch.num_microbatches) if size <= repeats]
+        rule = f"must be at most {shared}: stages take whole repeats"
+        yield Problem("parallel.pp", pp, rule, f"use pp in {one_of(fits)}")
+    elif config.parallel.pipeline_schedule == "circular" and pp * chunks > repeats:
+        rule = f"times parallel.pp={pp} must be at most {shared}: chunks take whole repeats"
+        yield Problem("parallel.pipeline_chunks", chunks, rule, f"use {repeats // pp} or less")
 
 
 LAYOUT_RULES: tuple[Rule, ...] = (

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator
 
 from jaxmoe.config.errors import Problem
+from jaxmoe.config.layer_plan import moe_layers
 from jaxmoe.config.numbers import divisors, next_multiple, one_of
-from jaxmoe.config.schema import Config, Moe, RopeScaling
+from jaxmoe.config.schema import Config, RopeScaling
 
 Rule = Callable[[Config], Iterator[Problem]]
 
@@ -22,23 +23,6 @@ _ONLY_FOR = {
 }
 
 
-def num_trunk_layers(config: Config) -> int:
-    """Layers after the leading dense ones: those that are scanned and, with pp, staged."""
-    moe = config.model.moe
-    return config.model.num_layers - (moe.num_dense_layers if moe else 0)
-
-
-def moe_layers(moe: Moe, num_layers: int) -> list[bool]:
-    """For each layer of the model whether it has experts, as far as the pattern reaches."""
-    trunk = max(num_layers - moe.num_dense_layers, 0)
-    pattern = moe.layer_pattern
-    if isinstance(pattern, int):
-        chosen = [layer_id % pattern == 0 for layer_id in range(trunk)]
-    else:
-        chosen = [flag == 1 for flag in pattern]
-    return [False] * moe.num_dense_layers + chosen
-
-
 def has_dense_layers(config: Config) -> bool:
     moe = config.model.moe
     return moe is None or not all(moe_layers(moe, config.model.num_layers))
@@ -52,7 +36,7 @@ def _heads(config: Config) -> Iterator[Problem]:
         yield Problem("model.attention.num_kv_heads", attention.num_kv_heads, rule, fix)
 
 
-def _window_layers(config: Config) -> Iterator[Problem]:
+def window_layers(config: Config) -> Iterator[Problem]:
     attention, num_layers = config.model.attention, config.model.num_layers
     flags = attention.sliding_window_layers
     if flags is None:
@@ -166,7 +150,7 @@ def _shared_gate(config: Config) -> Iterator[Problem]:
         yield Problem("model.moe.shared_expert_gate", True, rule, "use false, or num_shared_experts: 1")
 
 
-def _layer_kinds(config: Config) -> Iterator[Problem]:
+def layer_kinds(config: Config) -> Iterator[Problem]:
     moe, num_layers = config.model.moe, config.model.num_layers
     if moe is None:
         return
@@ -213,7 +197,7 @@ def _dtypes(config: Config) -> Iterator[Problem]:
 
 MODEL_RULES: tuple[Rule, ...] = (
     _heads,
-    _window_layers,
+    window_layers,
     _rotated_width,
     _rope_scaling,
     _experts_per_token,
@@ -221,7 +205,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     _router_learns,
     _selection_bias,
     _shared_gate,
-    _layer_kinds,
+    layer_kinds,
     _dense_mlp,
     _dtypes,
 )

@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 
 from jaxmoe.config.check import check, check_files
-from jaxmoe.config.errors import ABSENT, ConfigError, Problem
+from jaxmoe.config.errors import ABSENT, ConfigError, Problem, show_value
 from jaxmoe.config.hf.config import with_hf_model
 from jaxmoe.config.partial import readable_part
 from jaxmoe.config.paths import missing_path_fix
 from jaxmoe.config.schema import Config
 from jaxmoe.config.schema_problems import schema_problems
-from jaxmoe.config.trees import merge_trees
+from jaxmoe.config.trees import merge_trees, shared_key
 from jaxmoe.config.whole_file import write_whole
 from jaxmoe.config.yaml_io import dump_yaml, parse_yaml
 
@@ -136,17 +136,41 @@ def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> tuple[
     tree = merge_trees({}, data)
     problems: list[Problem] = []
     for override in overrides:
-        name, equals, text = override.partition("=")
-        keys = name.strip().split(".")
-        if not equals or not all(key.strip() == key and key for key in keys):
-            problems.append(Problem(override, ABSENT, "is no override", "write section.key=value, as in run.steps=20"))
-            continue
         try:
-            value = parse_yaml(text, f"override {name}")
+            tree = merge_trees(tree, _override_tree(override))
         except ConfigError as error:
             problems.extend(error.problems)
-            continue
-        for key in reversed(keys):
-            value = {key: value}
-        tree = merge_trees(tree, value)
     return tree, problems
+
+
+def _override_tree(override: str) -> dict[str, Any]:
+    name, equals, text = override.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(key.strip() == key and key for key in keys):
+        raise ConfigError([Problem(override, ABSENT, "is no override", "write section.key=value, as in run.steps=20")])
+    tree: Any = parse_yaml(text, f"override {name}")
+    for key in reversed(keys):
+        tree = {key: tree}
+    return tree
+
+
+def check_once(overrides: Sequence[str]) -> None:
+    """For commands, where the same key twice is a slip; in a program, which lays lists together, the later one wins.
+
+    Raises: ConfigError when two of them set the same key.
+    """
+    laid: list[tuple[str, dict[str, Any]]] = []
+    problems: list[Problem] = []
+    for override in overrides:
+        try:
+            tree = _override_tree(override)
+        except ConfigError:
+            continue  # told when it is laid over a file
+        for other, earlier in laid:
+            key = shared_key(earlier, tree)
+            if key is not None:
+                rule = f"is set by {show_value(other)} and by {show_value(override)}"
+                problems.append(Problem(key, ABSENT, rule, "leave one of them out"))
+        laid.append((override, tree))
+    if problems:
+        raise ConfigError(problems, "the command line")

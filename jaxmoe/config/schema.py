@@ -202,7 +202,7 @@ class Moe(Section):
     """The routed experts' activation in place of silu(gate) * up."""
     shared_expert_gate: bool = False
     """Multiply the shared experts' output by sigmoid(x . w), one gate per token."""
-    num_dense_layers: Count = 0
+    num_dense_layers: Annotated[int, Field(ge=0, le=MOST_LAYERS)] = 0
     """Leading layers that have a dense MLP in place of experts."""
     layer_pattern: Size | Flags = 1
     """Which layers after the leading dense ones are MoE: every n-th from the first, or a list of 0 and 1."""

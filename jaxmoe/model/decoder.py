@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jaxmoe.config.layer_plan import layer_plan
 from jaxmoe.config.schema import Config
 from jaxmoe.model.attention import rope_dim
 from jaxmoe.model.layer import Layer, LayerStats, Materialize, layer_key, rematerialized
 from jaxmoe.model.mtp import MtpModule
 from jaxmoe.model.norm import RmsNorm
 from jaxmoe.model.params import Init, stack
-from jaxmoe.model.plan import layer_plan
 from jaxmoe.model.tokens import Tokens, make_tokens
 from jaxmoe.spmd.axes import TP
 from jaxmoe.spmd.collectives import gather, rank, scatter_sum

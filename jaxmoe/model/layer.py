@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxmoe.config.layer_plan import LayerKind
 from jaxmoe.config.schema import Config, Parallel
 from jaxmoe.model.attention import Attention
 from jaxmoe.model.mla import LatentAttention
@@ -14,7 +15,6 @@ from jaxmoe.model.mlp import Mlp
 from jaxmoe.model.moe import Moe
 from jaxmoe.model.norm import RmsNorm
 from jaxmoe.model.params import Init
-from jaxmoe.model.plan import LayerKind
 from jaxmoe.model.router import RouterStats
 from jaxmoe.model.tokens import Tokens
 from jaxmoe.spmd.axes import SP

@@ -4,11 +4,11 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jaxmoe.config.layer_plan import LayerKind
 from jaxmoe.config.schema import Config
 from jaxmoe.model.layer import Layer, LayerStats
 from jaxmoe.model.norm import RmsNorm
 from jaxmoe.model.params import Init
-from jaxmoe.model.plan import LayerKind
 from jaxmoe.model.tokens import Tokens
 
 

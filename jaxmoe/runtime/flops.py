@@ -1,7 +1,7 @@
 """How many floating-point operations a model needs, from its config alone."""
 
+from jaxmoe.config.layer_plan import LayerKind, layer_plan
 from jaxmoe.config.schema import Config, Model
-from jaxmoe.model.plan import LayerKind, layer_plan
 
 
 def _attention_weights(model: Model, kind: LayerKind) -> int:

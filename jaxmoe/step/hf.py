@@ -23,6 +23,7 @@ from jaxmoe.config.hf.config import (
     read_hf_config,
     read_source_config,
 )
+from jaxmoe.config.layer_plan import layer_plan
 from jaxmoe.config.load import config_from_dict
 from jaxmoe.config.schema import Config
 from jaxmoe.config.trees import merge_trees
@@ -31,7 +32,6 @@ from jaxmoe.interop.load import load_parameters
 from jaxmoe.interop.names import NAMES, Names
 from jaxmoe.interop.save import FILE_DTYPES, MAX_SHARD_BYTES, shards, tensor_values, write_folder
 from jaxmoe.interop.tensors import Stacking, Tensor, flat_parameters, list_tensors, nested_parameters
-from jaxmoe.model.plan import layer_plan
 from jaxmoe.spmd.axes import AXES, DP, EP, PP
 from jaxmoe.spmd.program import shardings
 from jaxmoe.step.layout import trunk_order

@@ -10,10 +10,10 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jaxmoe.config.layer_plan import LayerPlan, layer_plan
 from jaxmoe.config.schema import Config
 from jaxmoe.model.decoder import Decoder
 from jaxmoe.model.params import RouterBias
-from jaxmoe.model.plan import LayerPlan, layer_plan
 from jaxmoe.spmd.axes import AXES, PP
 from jaxmoe.spmd.collectives import gather, scatter_sum, sum_partial, to_varying, zeros_of
 

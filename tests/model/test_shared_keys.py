@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxmoe.config.layer_plan import layer_plan
 from jaxmoe.model.mla import LatentAttention
 from jaxmoe.model.params import Init
-from jaxmoe.model.plan import layer_plan
 from jaxmoe.model.tokens import make_tokens
 from jaxmoe.spmd.axes import AXES
 from jaxmoe.spmd.program import build_mesh, manual

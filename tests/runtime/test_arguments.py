@@ -37,6 +37,24 @@ def test_a_wrong_option_is_refused_at_once(command: str, words: str, says: str, 
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["train", "verify", "plan", "generate", "bench", "convert"])
+def test_the_same_key_twice_is_refused_by_both_words(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = {
+        "generate": ["--run", str(tmp_path), "--prompt", "x"],
+        "convert": ["jaxmoe-to-hf", "--run", str(tmp_path), "--to", str(tmp_path / "hf")],
+    }.get(command, ["--config", MINIMAL])
+    main = importlib.import_module(f"jaxmoe.{command}").main
+    with pytest.raises(SystemExit) as exit_:
+        main(
+            [*words, "run.steps=5", "model.mtp=null", "run.steps=6", "model={mtp: {num_depths: 2}}", "model.d_model=8"]
+        )
+    assert exit_.value.code == 2
+    said = capsys.readouterr().err
+    assert "2 problems in the command line" in said
+    assert "run.steps: is set by 'run.steps=5' and by 'run.steps=6'; leave one of them out" in said
+    assert "model.mtp: is set by 'model.mtp=null' and by 'model={mtp: {num_depths: 2}}'" in said
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from jaxmoe.config.layer_plan import LayerKind, layer_plan
 from jaxmoe.config.schema import Attention, Config, Model, Moe
-from jaxmoe.model.plan import LayerKind, layer_plan
 
 #: Divisible by every mesh of 8 devices, for up to 4 micro-batches.
 ROWS, COLUMNS = 32, 32

@@ -1,8 +1,8 @@
-"""Which layers a model has, and how they are stacked."""
+"""Which layers a model has, and how they are stacked. Does not import jax."""
 
 from dataclasses import dataclass, replace
 
-from jaxmoe.config.schema import Model
+from jaxmoe.config.schema import Model, Moe
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,18 @@ def layer_plan(model: Model) -> LayerPlan:
 
 
 def _has_experts(model: Model) -> list[bool]:
-    if model.moe is None:
-        return [False] * model.num_layers
-    lead, pattern = model.moe.num_dense_layers, model.moe.layer_pattern
-    rest = model.num_layers - lead
-    flags = [i % pattern == 0 for i in range(rest)] if isinstance(pattern, int) else [bool(p) for p in pattern]
-    return [False] * lead + flags
+    return [False] * model.num_layers if model.moe is None else moe_layers(model.moe, model.num_layers)
+
+
+def moe_layers(moe: Moe, num_layers: int) -> list[bool]:
+    """For each layer of the model whether it has experts, as far as the pattern reaches."""
+    trunk = max(num_layers - moe.num_dense_layers, 0)
+    pattern = moe.layer_pattern
+    if isinstance(pattern, int):
+        chosen = [layer_id % pattern == 0 for layer_id in range(trunk)]
+    else:
+        chosen = [flag == 1 for flag in pattern]
+    return [False] * moe.num_dense_layers + chosen
 
 
 def _windows(model: Model) -> list[int | None]:
