@@ -83,11 +83,6 @@ def sum_partial(value: jax.Array, axes: Axes) -> jax.Array:
     return lax.psum(value, wide) if wide else value
 
 
-def sum_varying(value: jax.Array, axes: Axes = AXES) -> jax.Array:
-    """Sum over those of `axes` over which `value` varies, no others: for gradients, whose axes differ by leaf."""
-    return sum_partial(value, [axis for axis in as_tuple(axes) if axis in varying_axes(value)])
-
-
 def mean_over(value: jax.Array, axes: Axes) -> jax.Array:
     """Mean of the ranks' values over `axes`."""
     return sum_partial(value, axes) / axis_size(axes)

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe.kernels.expert_mlp import expert_mlp, expert_mlp_reference
 from jaxmoe.kernels.grouped_matmul import row_chunks
-from jaxmoe.spmd.collectives import sum_varying, vary_like
+from jaxmoe.spmd.collectives import sum_partial, vary_like
 from jaxmoe.spmd.program import build_mesh, manual
 
 WIDTH, HIDDEN = 12, 6
@@ -112,7 +112,7 @@ def test_rematerialised_in_a_scan_over_layers_inside_shard_map(x64):
         value, grads = jax.value_and_grad(lambda x, w, p: loss(expert_mlp, x, w, p, expert_TK), (0, 1, 2))(
             x_TD, weight_TK, layers
         )
-        return sum_varying(value), (grads[0], grads[1], jax.tree.map(sum_varying, grads[2]))
+        return sum_partial(value, "dp"), (grads[0], grads[1], jax.tree.map(lambda g: sum_partial(g, "dp"), grads[2]))
 
     mesh = build_mesh({"pp": 1, "dp": 8, "ep": 1, "sp": 1, "tp": 1})
     rows = P("dp")

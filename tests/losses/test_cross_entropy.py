@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe.losses import cross_entropy as module
 from jaxmoe.losses.cross_entropy import cross_entropy_sum, cross_entropy_terms
-from jaxmoe.spmd.collectives import gather, sum_varying, to_varying
+from jaxmoe.spmd.collectives import gather, sum_partial, to_varying
 from jaxmoe.spmd.program import build_mesh, manual
 
 TOKENS, WIDTH, PADDED, VOCAB = 112, 6, 32, 29
@@ -54,7 +54,7 @@ def sharded_loss_and_grads(mesh, num_chunks: int):
             return 0.5 * cross_entropy_sum(x_TD, head_DV, target_T, weight_T, num_chunks=num_chunks, vocab_size=VOCAB)
 
         value, (dx, dhead) = jax.value_and_grad(loss, (0, 1))(x_TD, to_varying(head_DV, "dp"))
-        return sum_varying(value), dx, sum_varying(dhead, "dp")
+        return sum_partial(value, "dp"), dx, sum_partial(dhead, "dp")
 
     tokens, head = P(("dp", "tp")), P(None, "tp")
     specs = {"in_specs": (tokens, head, P("dp"), P("dp")), "out_specs": (P(), tokens, head)}
