@@ -11,13 +11,16 @@ from pathlib import Path
 
 from jaxmoe.config import UserError, check_once, fail_on_user_error, load_config
 from jaxmoe.generation.settings import Sampling
+from jaxmoe.runtime.arguments import unicode_text
 from jaxmoe.runtime.run_folder import CONFIG_FILE, RunFolder
 
 
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jaxmoe.generate", description="Continues a text.")
     parser.add_argument("--run", required=True, help="run folder of a trained model")
-    parser.add_argument("--prompt", required=True, action="append", help="may be given several times")
+    parser.add_argument(
+        "--prompt", type=unicode_text, required=True, action="append", help="may be given several times"
+    )
     parser.add_argument("--tokens", type=int, default=100, help="most new tokens (default 100)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the best token (default 0.8)")
     parser.add_argument("--top-k", type=int, default=50, help="choose among the best k only (default 50)")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jaxmoe.config.errors import fail_on_user_error
 from jaxmoe.config.load import check_once, load_config
-from jaxmoe.runtime.arguments import MOST_DEVICES, new_file, whole_number
+from jaxmoe.runtime.arguments import MOST_DEVICES, new_file, new_picture, refuse_idle, whole_number
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -25,12 +25,17 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the result there")
     parser.add_argument(
-        "--curves", type=new_file, metavar="PNG", help="instead: train the whole config on layouts, plot the losses"
+        "--curves", type=new_picture, metavar="PNG", help="instead: train the whole config on layouts, plot the losses"
     )
-    parser.add_argument("--steps", type=whole_number(1), default=50, help="of --curves (default 50)")
-    parser.add_argument("--seed", type=whole_number(0), default=0, help="of the batch")
+    parser.add_argument("--steps", type=whole_number(1), help="of --curves (default 50)")
+    parser.add_argument("--seed", type=whole_number(0), help="of the batch (default 0)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
-    return parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.curves is None:
+        refuse_idle(parser, {"--steps": arguments.steps}, "without --curves")
+    else:
+        refuse_idle(parser, {"--json": arguments.json, "--seed": arguments.seed}, "with --curves")
+    return arguments
 
 
 @fail_on_user_error()
@@ -38,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Verify; returns the exit code."""
     arguments = _arguments(argv)
     check_once(arguments.overrides)
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_config(arguments.config, arguments.overrides, require_files=arguments.curves is not None)
 
     from jaxmoe.runtime.proof.command import curves, verify
 
@@ -49,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             layouts=arguments.layouts,
             devices=arguments.devices,
             dtype=arguments.dtype or "float32",
-            steps=arguments.steps,
+            steps=arguments.steps or 50,
         )
     return verify(
         config,
@@ -57,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         devices=arguments.devices,
         dtype=arguments.dtype or "float64",
         json_path=arguments.json,
-        seed=arguments.seed,
+        seed=arguments.seed or 0,
     )
 
 

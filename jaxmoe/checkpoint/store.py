@@ -95,6 +95,11 @@ class Checkpoints:
         try:
             return self._manager.restore(step, args=args)
         except (ValueError, OSError, KeyError) as error:
+            if isinstance(error, PermissionError) or "PERMISSION_DENIED" in str(error):
+                raise UserError(
+                    f"{self.folder / str(step)}: this checkpoint may not be read (Permission denied); "
+                    "get access to all files in it"
+                ) from error
             older = [number for number in self.steps() if number < step]
             go_on = f"continue from step {older[-1]}" if older else "start again (there is no older one)"
             reason = " ".join(str(error).split())[:300]

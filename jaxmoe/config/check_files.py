@@ -1,9 +1,11 @@
 """Rules about the files and folders that a config names: what training needs on this machine."""
 
 import json
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from jaxmoe.config.check_model import Rule
 from jaxmoe.config.errors import Problem
@@ -12,6 +14,19 @@ from jaxmoe.config.schema import Config, Source
 
 #: The files of a folder that are texts, by kind of source.
 ENDINGS = {"txt": (".txt",), "jsonl": (".jsonl", ".jsonl.gz"), "parquet": (".parquet",)}
+
+
+def text_files(folder: Path, kind: str) -> list[Path]:
+    """The texts in a folder and below it.
+
+    Raises: OSError for a folder that cannot be read: its texts would be missing without a word.
+    """
+
+    def refuse(error: OSError) -> NoReturn:
+        raise error
+
+    found = [Path(parent, name) for parent, _, names in os.walk(folder, onerror=refuse) for name in names]
+    return [file for file in found if file.name.endswith(ENDINGS[kind]) and file.is_file()]
 
 
 def _train_texts(config: Config) -> Iterator[Problem]:
@@ -33,10 +48,9 @@ def _texts(name: str, source: Source) -> Iterator[Problem]:
         return  # reported by check_run
     path = Path(source.path)
     if path.is_dir():
-        endings = ENDINGS[source.kind]
-        files = [item for item in path.rglob("*") if item.name.endswith(endings) and item.is_file()]
+        files = text_files(path, source.kind)
         if not files:
-            rule = f"no {' or '.join(endings)} file in this folder or below it"
+            rule = f"no {' or '.join(ENDINGS[source.kind])} file in this folder or below it"
             yield Problem(f"{name}.path", source.path, rule, f"add one, or correct {name}.kind={source.kind}")
         elif not any(item.stat().st_size for item in files):
             fix = "name a folder with text"
@@ -87,4 +101,10 @@ def _folders(config: Config) -> Iterator[Problem]:
             yield Problem(name, folder, f"cannot be a folder: {parents[0]} is a file", "choose another path")
 
 
-FILE_RULES: tuple[Rule, ...] = (_train_texts, _validation_texts, _tokenizer_file, _folders)
+def _wandb(config: Config) -> Iterator[Problem]:
+    if config.logging.wandb and find_spec("wandb") is None:
+        fix = 'run pip install "jaxmoe[wandb]", or set logging.wandb: false'
+        yield Problem("logging.wandb", True, "needs the package wandb, which is not installed", fix)
+
+
+FILE_RULES: tuple[Rule, ...] = (_train_texts, _validation_texts, _tokenizer_file, _folders, _wandb)

@@ -31,6 +31,9 @@ def _paths(config: Config) -> Iterator[Problem]:
     for path, text in named.items():
         if any(category(character) == "Cc" for character in text or ""):
             yield Problem(path, text, "holds a line break or another control character", "remove it")
+        if (text or "").startswith("~"):
+            home = "begins with ~, which the shell replaces by your home only at the start of a word"
+            yield Problem(path, text, home, "write the whole path (./~ for a folder of this name)")
 
 
 def _warmup(config: Config) -> Iterator[Problem]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
-from jaxmoe.config.check_files import ENDINGS
+from jaxmoe.config.check_files import ENDINGS, text_files
 from jaxmoe.config.errors import UserError, show_value
 from jaxmoe.config.schema import Source
 
@@ -161,14 +161,13 @@ class Documents:
 def _find_files(source: Source, section: str) -> list[Path]:
     if source.kind == "sotu":
         return _find_speeches(source, section)
-    suffixes = ENDINGS[source.kind]
     if source.path is None:
         raise UserError(f"{section}.path is missing: kind {source.kind} reads a file or a folder; give its path")
     path = Path(source.path)
     if path.is_dir():
-        files = [file for file in path.rglob("*") if file.name.endswith(suffixes) and file.is_file()]
+        files = text_files(path, source.kind)
         if not files:
-            wanted = " or ".join(f"*{suffix}" for suffix in suffixes)
+            wanted = " or ".join(f"*{ending}" for ending in ENDINGS[source.kind])
             raise UserError(
                 f"{section}.path={source.path}: no file {wanted} in this folder or below it; "
                 f"put documents there or correct {section}.kind={source.kind}"

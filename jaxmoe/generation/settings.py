@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from jaxmoe.config.errors import UserError
 
+#: Between these logits divided by the temperature are numbers in float32.
+_LOWEST, _HIGHEST = 1e-6, 1e6
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -19,9 +22,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         problems = []
-        if not 0 <= self.temperature < float("inf"):
+        if self.temperature != 0 and not _LOWEST <= self.temperature <= _HIGHEST:
             problems.append(
-                f"temperature={self.temperature}: must be at least 0; use 0 for the best token, 0.8 for text"
+                f"temperature={self.temperature}: must be 0 or from {_LOWEST:g} to {_HIGHEST:g}; "
+                "use 0 for the best token, 0.8 for text"
             )
         if self.top_k is not None and self.top_k < 1:
             problems.append(f"top-k={self.top_k}: must be at least 1; use 50, or leave it out")

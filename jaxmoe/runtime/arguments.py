@@ -2,7 +2,8 @@
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from jaxmoe.config.schema import LARGEST
@@ -31,6 +32,15 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(whole_number(1)(part) for part in text.split(","))
 
 
+def unicode_text(text: str) -> str:
+    """An option's `type`: any text. Python keeps bytes of a command line that are not UTF-8 as halves of characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not UTF-8; set the terminal to UTF-8") from None
+    return text
+
+
 def new_file(text: str) -> Path:
     """An option's `type`: a file to write, looked at before hours of work.
 
@@ -44,3 +54,17 @@ def new_file(text: str) -> Path:
     if not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r}: the folder {path.parent} cannot be written; name another")
     return path
+
+
+def new_picture(text: str) -> Path:
+    """An option's `type`: a PNG to write, and the package that draws it."""
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError('needs the package matplotlib; pip install "jaxmoe[demo]"')
+    return new_file(text)
+
+
+def refuse_idle(parser: argparse.ArgumentParser, options: Mapping[str, object], where: str) -> None:
+    """Ends the command when one of these options was given, where it would have no effect."""
+    for name, value in options.items():
+        if value is not None:
+            parser.error(f"{name}: has no effect {where}; leave it out")

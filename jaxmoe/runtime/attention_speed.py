@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe.config.errors import ConfigError, Problem, UserError
+from jaxmoe.config.errors import ConfigError, Problem
 from jaxmoe.config.schema import Config, Model
 from jaxmoe.config.whole_file import write_whole
 from jaxmoe.model.attention import rope_dim
@@ -108,10 +108,8 @@ def _measure(model: Model, kind: str, length: int) -> Point:
 
 def draw_attention(points: Sequence[Point], config: Config, path: Path) -> None:
     """Both numbers against the length, on logarithmic axes, as PNG."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError('--attention needs matplotlib: pip install "jaxmoe[demo]"') from error
+    from matplotlib.figure import Figure  # part of an extra; the command has looked for it
+
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     panels = zip(figure.subplots(1, 2), ("seconds", "megabytes"), strict=True)
     for axes, quantity in panels:

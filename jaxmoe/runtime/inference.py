@@ -91,7 +91,7 @@ def generate(
             shape=(rows, width),
             num_tokens=tokenizer.vocab_size,
             eos_id=tokenizer.eos_id,
-            sampling=replace(sampling, seed=sampling.seed + start),
+            sampling=replace(sampling, seed=(sampling.seed + start) % 2**32),
         )
     return texts
 
@@ -101,17 +101,31 @@ def generate_text(
 ) -> list[str]:
     """What the model of a run's checkpoint makes of each prompt.
 
-    Raises: UserError when the mesh does not fit the devices, the checkpoint is damaged, or a prompt is empty.
+    Raises: UserError when the mesh does not fit the devices, the checkpoint is damaged, or a prompt is empty or longer
+        than a row.
     """
     mesh = make_mesh(config)
     if folder.tokenizer.exists() or config.data.tokenizer.kind == "bytes":
         tokenizer = saved_tokenizer(config, folder.tokenizer)
     else:  # converted, never trained
         tokenizer = open_tokenizer(config, Documents(config.data.train, "data.train"))
+    ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+    _check_length(ids, config.batch.seq_len)
     small = inference_config(config, mesh)
     with Checkpoints(folder.checkpoints) as checkpoints:
         params, router_bias = load_weights(small, mesh, checkpoints, step)
     state = inference_state(params, router_bias, small, mesh)
-    ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
     new = generate(state, ids, tokenizer, num_new=num_new, sampling=sampling)
     return [tokenizer.decode(text) for text in new]
+
+
+def _check_length(prompts: Sequence[Sequence[int]], seq_len: int) -> None:
+    """The model would go on from the end of a longer one, and say nothing of the start that it never read."""
+    too_long = [
+        f"prompt {number}: has {len(prompt)} tokens, more than the batch.seq_len={seq_len} that the model reads; "
+        f"shorten it, or add batch.seq_len={-(-len(prompt) // seq_len) * seq_len}"
+        for number, prompt in enumerate(prompts, start=1)
+        if len(prompt) > seq_len
+    ]
+    if too_long:
+        raise UserError("\n".join(too_long))

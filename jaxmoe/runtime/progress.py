@@ -65,6 +65,7 @@ class Display:
         logger = logging.getLogger("jaxmoe")
         logger.addHandler(self._handler)
         logger.setLevel(logging.INFO)
+        logger.propagate = False  # libraries give the root logger a handler, which would say it again
         _BACKGROUND.addFilter(_has_no_traceback)
         return self
 
@@ -72,7 +73,9 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end_steps()
-        logging.getLogger("jaxmoe").removeHandler(self._handler)
+        logger = logging.getLogger("jaxmoe")
+        logger.removeHandler(self._handler)
+        logger.propagate = True
         _BACKGROUND.removeFilter(_has_no_traceback)
 
     def log(self, record: logging.LogRecord) -> None:

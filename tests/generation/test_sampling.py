@@ -95,3 +95,14 @@ def test_bad_settings_are_all_named():
         Sampling(temperature=-1.0, top_k=0, seed=-1)
     for name in ("temperature=-1.0", "top-k=0", "seed=-1"):
         assert name in str(error.value)
+
+
+@pytest.mark.parametrize("temperature", [float("nan"), float("inf"), 1e-300, 1e300])
+def test_temperatures_that_leave_no_numbers_in_float32_are_refused(temperature: float):
+    with pytest.raises(UserError, match="must be 0 or from 1e-06 to 1e"):
+        Sampling(temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e6])
+def test_the_outermost_temperatures_still_choose_among_the_best(temperature: float):
+    assert frequencies(temperature=Sampling(temperature).temperature, top_k=3)[3:].sum() == 0

@@ -23,7 +23,13 @@ MINIMAL = str(ROOT / "tests" / "config" / "minimal.yaml")
         ("verify", "--steps 0 --curves x.png", "--steps: '0' must be"),
         ("verify", "--json /nowhere/x.json", "there is no folder /nowhere"),
         ("verify", f"--curves {ROOT}", "is no file name"),
+        ("verify", "--steps 5", "--steps: has no effect without --curves; leave it out"),
+        ("verify", "--curves /tmp/x.png --json /tmp/x.json", "--json: has no effect with --curves"),
+        ("verify", "--curves /tmp/x.png --seed 0", "--seed: has no effect with --curves"),
+        ("verify", "run.seed=1 --curves /tmp/x.png data.train.kind=txt data.train.path=/no", "'/no': no such file"),
         ("bench", "--steps 0", "--steps: '0' must be"),
+        ("bench", "--lengths 512", "--lengths: has no effect without --attention"),
+        ("bench", "--attention /tmp/x.png --steps 3", "--steps: has no effect with --attention"),
         ("bench", "--lengths 512,", "--lengths: '' must be a whole number from 1"),
         ("bench", "--lengths 512,-4", "--lengths: '-4' must be"),
         ("bench", "--attention /nowhere/x.png", "there is no folder /nowhere"),
@@ -35,6 +41,17 @@ def test_a_wrong_option_is_refused_at_once(command: str, words: str, says: str, 
         main(["--config", MINIMAL, *words.split()])
     assert exit_.value.code == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "option"), [("verify", "--curves"), ("bench", "--attention")])
+def test_a_picture_without_the_package_that_draws_it_is_refused_before_the_work(
+    command: str, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("jaxmoe.runtime.arguments.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as exit_:
+        importlib.import_module(f"jaxmoe.{command}").main(["--config", MINIMAL, option, "x.png"])
+    assert exit_.value.code == 2
+    assert f'{option}: needs the package matplotlib; pip install "jaxmoe[demo]"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["train", "verify", "plan", "generate", "bench", "convert"])

@@ -39,3 +39,15 @@ def test_other_processes_show_warnings_only(capsys: pytest.CaptureFixture[str]):
         logging.getLogger("jaxmoe").warning("disk full")
     assert stream.getvalue() == ""
     assert capsys.readouterr().err == "warning: disk full\n"
+
+
+def test_a_warning_is_said_once_although_a_library_gave_the_root_logger_a_handler(capsys: pytest.CaptureFixture[str]):
+    handler = logging.StreamHandler()
+    logging.getLogger().addHandler(handler)
+    try:
+        with Display(Console(file=io.StringIO())):
+            logging.getLogger("jaxmoe").warning("disk full")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert capsys.readouterr().err == "warning: disk full\n"
+    assert logging.getLogger("jaxmoe").propagate
