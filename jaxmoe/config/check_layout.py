@@ -164,18 +164,19 @@ def _pipeline(config: Config) -> Iterator[Problem]:
 
 
 def _stages(config: Config, plan: LayerPlan) -> Iterator[Problem]:
-    """A chunk holds whole repeats of the pattern of layers; one that can never have any is a stage in vain."""
-    pp, chunks, repeats = config.parallel.pp, config.parallel.pipeline_chunks, plan.repeats
-    shared = f"the {repeats} layers of the trunk"
-    if len(plan.period) > 1:
-        shared = f"{repeats}, how often the trunk repeats its pattern of {len(plan.period)} layers"
-    if pp > repeats:
-        fits = [size for size in divisors(config.batch.num_microbatches) if size <= repeats]
-        rule = f"must be at most {shared}: stages take whole repeats"
-        yield Problem("parallel.pp", pp, rule, f"use pp in {one_of(fits)}")
-    elif config.parallel.pipeline_schedule == "circular" and pp * chunks > repeats:
-        rule = f"times parallel.pp={pp} must be at most {shared}: chunks take whole repeats"
-        yield Problem("parallel.pipeline_chunks", chunks, rule, f"use {repeats // pp} or less")
+    """At most one stage, or chunk of a stage, for each layer of the trunk.
+
+    A chunk holds whole repeats of the pattern of layers, so with a pattern of several layers some chunks may hold
+    skipped layers only: that costs time, not exactness, and lets a small model run on any mesh.
+    """
+    pp, chunks, layers = config.parallel.pp, config.parallel.pipeline_chunks, len(plan.period) * plan.repeats
+    shared = f"the {layers} layers of the trunk"
+    if pp > layers:
+        fits = [size for size in divisors(config.batch.num_microbatches) if size <= layers]
+        yield Problem("parallel.pp", pp, f"must be at most {shared}, or a stage has none", f"use pp in {one_of(fits)}")
+    elif config.parallel.pipeline_schedule == "circular" and pp * chunks > layers:
+        rule = f"times parallel.pp={pp} must be at most {shared}, or a chunk has none"
+        yield Problem("parallel.pipeline_chunks", chunks, rule, f"use {layers // pp} or less")
 
 
 LAYOUT_RULES: tuple[Rule, ...] = (

@@ -33,6 +33,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from jaxmoe.kernels.one_by_one import not_before
 from jaxmoe.spmd.collectives import vary_like
 
 #: Blocks of queries that are unrolled; each one more costs compile time.
@@ -266,7 +267,8 @@ def _attend_forward(
 ) -> tuple:
     parts = []
     for queries, keys in _blocks(q_BKGSH.shape[3], k_BKTH.shape[2], options):
-        block = q_BKGSH[:, :, :, queries], k_BKTH[:, :, keys], v_BKTU[:, :, keys]
+        q_block = not_before(q_BKGSH[:, :, :, queries], *(part[0] for part in parts[-1:]))
+        block = q_block, k_BKTH[:, :, keys], v_BKTU[:, :, keys]
         parts.append(_block_forward(*block, _block_marks(marks, queries, keys), sinks_KG, options))
     # The names let a remat policy keep both and leave this pass out of the recomputation.
     o = checkpoint_name(jnp.concatenate([part[0] for part in parts], axis=3), "attention_out")
@@ -278,10 +280,10 @@ def _attend_backward(options: _Options, saved: tuple, do_BKGSU: jax.Array) -> tu
     q, k, v, marks, sinks_KG, o, l_sum = saved
     wide = _wide_dtype(q.dtype)
     delta = jnp.sum(o.astype(wide) * do_BKGSU.astype(wide), axis=-1)
-    dq_parts = []
+    dq_parts, part = [], ()
     dk, dv = (vary_like(jnp.zeros(a.shape, wide), q) for a in (k, v))
     for queries, keys in _blocks(q.shape[3], k.shape[2], options):
-        block = q[:, :, :, queries], k[:, :, keys], v[:, :, keys]
+        block = not_before(q[:, :, :, queries], *part), k[:, :, keys], v[:, :, keys]
         rest = (a[:, :, :, queries] for a in (l_sum, do_BKGSU, delta))
         part = _block_backward(*block, _block_marks(marks, queries, keys), options, *rest)
         dq_parts.append(part[0])

@@ -147,3 +147,23 @@ def test_rematerialised_in_a_scan(chunking, x64):
 
     got = jax.jit(jax.grad(lambda *a: loss(attention, *a), (0, 1, 2)))(q, k, v)
     assert_same(got, jax.grad(lambda *a: loss(attention_reference, *a), (0, 1, 2))(q, k, v), 1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 512])
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_scores_of_one_block_only_exist_at_a_time(with_gradients, window):
+    length, heads, width = 2048, 4, 8
+    q = jax.ShapeDtypeStruct((1, length, heads, width), jnp.float32)
+    k = jax.ShapeDtypeStruct((1, length, 2, width), jnp.float32)
+    marks = jnp.ones((1, length), jnp.int32), jnp.arange(length, dtype=jnp.int32)[None]
+    names = ("q_segment_BS", "q_position_BS", "k_segment_BT", "k_position_BT")
+
+    def total(q, k, v):
+        options = {"scale": 0.3, "window": window, "in_order": True}
+        return jnp.sum(attention(q, k, v, **dict(zip(names, marks * 2, strict=True)), **options) ** 2)
+
+    program = jax.jit(jax.grad(total, (0, 1, 2)) if with_gradients else total).lower(q, k, k).compile()
+    queries = length // module.MAX_BLOCKS
+    block = heads * queries * min(length, (window or length) + queries) * 4
+    temporary = program.memory_analysis().temp_size_in_bytes
+    assert temporary < (10 if with_gradients else 4) * block, f"{temporary / block:.1f} blocks of {module.MAX_BLOCKS}"

@@ -138,3 +138,25 @@ def test_rematerialised_in_a_scan(x64):
         lambda x, h: reference(x, h, target_T, weight_T) + reference(2 * x, h, target_T, weight_T), (0, 1)
     )(x_TD, head_DV)
     assert_same(jax.tree.leaves(got), jax.tree.leaves(want), 1e-12)
+
+
+@pytest.mark.parametrize("what", ["loss", "gradients", "terms"])
+def test_logits_of_one_chunk_only_exist_at_a_time(what):
+    tokens, width, words, chunks = 2048, 16, 4096, 8
+    x_TD, head_DV, weight_T = (
+        jax.ShapeDtypeStruct(s, jnp.float32) for s in ((tokens, width), (width, words), (tokens,))
+    )
+    target_T = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+
+    def loss(x, head, target, weight):
+        return cross_entropy_sum(x, head, target, weight, num_chunks=chunks)
+
+    step = {
+        "loss": loss,
+        "gradients": jax.value_and_grad(loss, (0, 1)),
+        "terms": lambda x, head, target, _: cross_entropy_terms(x, head, target, num_chunks=chunks),
+    }[what]
+    program = jax.jit(manual(step, make_mesh(1, 1), in_specs=P(), out_specs=P()))
+    temporary = program.lower(x_TD, head_DV, target_T, weight_T).compile().memory_analysis().temp_size_in_bytes
+    chunk = tokens // chunks * words * 4
+    assert temporary < 4 * chunk, f"{temporary / chunk:.1f} chunks of {chunks}"
