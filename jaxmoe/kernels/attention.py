@@ -283,8 +283,9 @@ def _attend_backward(options: _Options, saved: tuple, do_BKGSU: jax.Array) -> tu
     dq_parts, part = [], ()
     dk, dv = (vary_like(jnp.zeros(a.shape, wide), q) for a in (k, v))
     for queries, keys in _blocks(q.shape[3], k.shape[2], options):
-        block = not_before(q[:, :, :, queries], *part), k[:, :, keys], v[:, :, keys]
-        rest = (a[:, :, :, queries] for a in (l_sum, do_BKGSU, delta))
+        q_block, do_block = (not_before(a[:, :, :, queries], *part) for a in (q, do_BKGSU))
+        block = q_block, k[:, :, keys], v[:, :, keys]
+        rest = l_sum[:, :, :, queries], do_block, delta[:, :, :, queries]
         part = _block_backward(*block, _block_marks(marks, queries, keys), options, *rest)
         dq_parts.append(part[0])
         dk, dv = dk.at[:, :, keys].add(part[1]), dv.at[:, :, keys].add(part[2])
