@@ -10,8 +10,8 @@ chunk one maximum and two sums cross tp.
 The gradients of x and head are made in the forward pass, chunk by chunk, while the logits exist: nothing is
 computed twice and only x- and head-sized arrays are kept. Chunks wait for each other, so one chunk's logits exist
 at a time: 42 MB of temporaries at T=4096, V=8192, D=512 on CPU, against 134 MB in one chunk and 143 MB if chunks
-need not wait. The gradient of x is this rank's part over its slice of the vocabulary: whoever gathered x over tp sums it there
-(`gather`'s transpose does).
+need not wait. The gradient of x is this rank's part over its slice of the vocabulary: whoever gathered x over tp
+sums it there (`gather`'s transpose does).
 
 Source: Shoeybi et al. 2019, arXiv:1909.08053 (vocabulary-parallel loss); Hsu et al. 2024, arXiv:2410.10989
 (gradient in the forward pass).
