@@ -8,8 +8,12 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxmoe.config.schema import Rope, RopeScaling
+
+#: Most pieces of a table that are made one after the other.
+_TABLE_PIECES = 8
 
 
 def _llama3(inverse: np.ndarray, scaling: RopeScaling) -> np.ndarray:
@@ -67,9 +71,17 @@ def attention_factor(rope: Rope) -> float:
 def rope_tables(rope: Rope, width: int, position_BS: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """cos and sin [B, S, width / 2], in at least float32. `position_BS` counts from 0 in every document."""
     wide = jnp.promote_types(dtype, jnp.float32)
-    angle = position_BS.astype(wide)[..., None] * jnp.asarray(inverse_frequencies(rope, width), wide)
-    factor = attention_factor(rope)
-    return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+    inverse_R, factor = jnp.asarray(inverse_frequencies(rope, width), wide), attention_factor(rope)
+
+    def of_piece(position: jax.Array) -> tuple[jax.Array, jax.Array]:
+        angle = position.astype(wide)[..., None] * inverse_R
+        return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+
+    # A loop, for XLA:CPU does not fuse across its border. It would otherwise make cos and sin again for every head
+    # and layer, forward and backward: 3.3 ms instead of 0.2 for 4096 tokens of 8 heads of 64.
+    pieces = math.gcd(position_BS.size, _TABLE_PIECES)
+    cos, sin = lax.map(of_piece, position_BS.reshape(pieces, -1))
+    return cos.reshape(*position_BS.shape, -1), sin.reshape(*position_BS.shape, -1)
 
 
 def rotate(x_BSNH: jax.Array, cos_BSR: jax.Array, sin_BSR: jax.Array, *, interleaved: bool = False) -> jax.Array:

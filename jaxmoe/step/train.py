@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
+from jaxmoe.kernels.one_by_one import not_before
 from jaxmoe.losses.objective import CROSS_ENTROPY, StepCounts, count_step, term_weights
 from jaxmoe.model.norm import at_least_float32
 from jaxmoe.optim.schedule import learning_rate
@@ -84,14 +85,17 @@ def _train(state: TrainState, arrays: Arrays) -> tuple[TrainState, StepMetrics, 
     applied = (counts.target_M.sum() > 0) & jnp.isfinite(norm) & jnp.isfinite(total)
     scale = clip_scale(norm, layout.config.optimizer.clip_norm)
     gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), raw_gradients)
-    updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+    updates, _ = optimizer.update(gradients, state.opt_state, state.params)
     # Weight decay moves a parameter without a gradient too.
     updates = layout.map_placements(lambda placement, update: placement.if_trained(update), updates)
-    params = optax.apply_updates(state.params, updates)
+    keep = partial(jax.tree.map, partial(jnp.where, applied))
+    params = keep(optax.apply_updates(state.params, updates), state.params)
+    # The moments after the parameters, which need the old ones: in the other order XLA:CPU copies them all (150
+    # instead of 84 ms, and 0.6 GB more, for 109 million parameters).
+    old_opt_state = optax.tree.map_params(optimizer, not_before, state.opt_state, params)
+    opt_state = keep(optimizer.update(gradients, old_opt_state, state.params)[1], old_opt_state)
     expert_counts = sum_partial(parts.count_LE, AXES)
-    bias = updated_bias(layout, state.router_bias, expert_counts)
-    old = (state.params, state.router_bias, state.opt_state)
-    params, bias, opt_state = jax.tree.map(partial(jnp.where, applied), (params, bias, opt_state), old)
+    bias = keep(updated_bias(layout, state.router_bias, expert_counts), state.router_bias)
     skipped_in_a_row = jnp.where(applied, 0, state.skipped_in_a_row + 1)
     rate = learning_rate(layout.config.optimizer, layout.config.run.steps)
     metrics = StepMetrics(
