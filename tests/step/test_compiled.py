@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ def program() -> Iterator[str]:
         config = cases.make_config(rows=ROWS, layers=4, unroll_layers=4, remat="none")
         state = jax.eval_shape(partial(fresh_arrays, config, make_mesh(config, jax.devices()[:1])), jnp.uint32(0))
         fields = dict.fromkeys(("inputs", "targets", "positions", "segment_ids"), jnp.int32)
-        shapes = {
+        shapes: dict[str, Any] = {
             name: jax.ShapeDtypeStruct((ROWS, cases.SEQ), dtype)
             for name, dtype in (fields | {"loss_mask": jnp.float32}).items()
         }
