@@ -167,6 +167,16 @@ def _program(function: Any, structure: Any, leaves: tuple[tuple, ...]) -> Any:
     return function.lower(*jax.tree.unflatten(structure, arguments)).compile(compiler_options=FAST_COMPILE)
 
 
+def compiled_step(config: Config) -> str:
+    """The text of `train_step`, compiled for one device and full batches of the config."""
+    state = jax.eval_shape(partial(fresh_arrays, config, jaxmoe.make_mesh(config, jax.devices()[:1])), jnp.uint32(0))
+    fields = dict.fromkeys(("inputs", "targets", "positions", "segment_ids"), jnp.int32) | {"loss_mask": jnp.float32}
+    shape = (config.batch.global_batch_size, config.batch.seq_len)
+    batch: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in fields.items()}
+    lowered = jaxmoe.train_step.lower(state, jaxmoe.Batch(**batch))
+    return lowered.compile(compiler_options=FAST_COMPILE).as_text() or ""
+
+
 def run(function: Any, state: TrainState, batch: dict[str, np.ndarray]) -> Any:
     """`jaxmoe.loss_and_grads` or its like, on host arrays.
 

@@ -1,16 +1,13 @@
 """The indexers of sparse attention within a whole step: who learns from what, at what scale, and at what memory."""
 
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxmoe
 from jaxmoe.config.schema import Config
-from jaxmoe.step.state import fresh_arrays, make_mesh
 from tests.reference import cases
 
 MLA = {"q_lora_rank": 8, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
@@ -116,11 +113,7 @@ def test_a_step_of_long_rows_holds_no_array_of_queries_by_keys():
     length, topk = 320, 64
     config = config_of({"index_topk": topk}, rows=1, layers=2, router=cases.SIGMOID_BIAS)
     config = config.model_copy(update={"batch": config.batch.model_copy(update={"seq_len": length})})
-    mesh = make_mesh(config, jax.devices()[:1])
-    state = jax.eval_shape(partial(fresh_arrays, config, mesh), jnp.uint32(0))
-    fields = dict.fromkeys(("inputs", "targets", "positions", "segment_ids"), jnp.int32) | {"loss_mask": jnp.float32}
-    batch = jaxmoe.Batch(**{name: jax.ShapeDtypeStruct((1, length), dtype) for name, dtype in fields.items()})
-    text = jaxmoe.train_step.lower(state, batch).compile(compiler_options=cases.FAST_COMPILE).as_text()
+    text = cases.compiled_step(config)
     chunk = [f"64,{length}" in line or f"{length},64" in line for line in text.splitlines()]
     assert any(chunk), "the scores of a chunk"
     squares = [line for line in text.splitlines() if f"{length},{length}" in line]
