@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmoe.kernels.linear import sum_outer
 from jaxmoe.kernels.one_by_one import not_before
 from jaxmoe.spmd.axes import TP
 from jaxmoe.spmd.collectives import max_over, min_over, rank, sum_partial, to_varying, vary_like, varying_axes
@@ -102,7 +103,7 @@ def _loss_sum_forward(
         is_target_CV = part.column_CV == target_C[:, None]
         dlogit_CV = (weight_C[:, None] * (probability_CV - is_target_CV)).astype(x_CD.dtype)
         dx_parts.append(jnp.dot(dlogit_CV, head_DV.T, preferred_element_type=wide))
-        dhead_DV += jnp.dot(x_CD.T, dlogit_CV, preferred_element_type=wide)
+        dhead_DV += sum_outer(x_CD, dlogit_CV, wide)
     return loss, (jnp.concatenate(dx_parts), dhead_DV, weight_T, x_TD, head_DV)
 
 

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config.schema import Attention as AttentionConfig
 from jaxmoe.kernels.attention import attention
+from jaxmoe.kernels.linear import linear
 from jaxmoe.model.norm import ProjectionNorm, RmsNorm
 from jaxmoe.model.params import Init
 from jaxmoe.model.rope import rotate
@@ -26,7 +27,7 @@ def rope_dim(config: AttentionConfig) -> int:
 
 def _project(x_BSD: jax.Array, weight_DNH: jax.Array) -> jax.Array:
     dim, heads, width = weight_DNH.shape
-    flat = x_BSD @ weight_DNH.reshape(dim, heads * width).astype(x_BSD.dtype)
+    flat = linear(x_BSD, weight_DNH.reshape(dim, heads * width).astype(x_BSD.dtype))
     return flat.reshape(*x_BSD.shape[:-1], heads, width)
 
 
@@ -131,6 +132,6 @@ class Attention(nnx.Module):
         q, k, v = self._qkv(gather(x_BSD, TP, dim=1), tokens)
         o_BQNH = self._attend(q, k, v, tokens)
         weight_NHD = self.o_NHD[...].astype(x_BSD.dtype)
-        partial = o_BQNH.reshape(*o_BQNH.shape[:2], -1) @ weight_NHD.reshape(-1, weight_NHD.shape[-1])
+        partial = linear(o_BQNH.reshape(*o_BQNH.shape[:2], -1), weight_NHD.reshape(-1, weight_NHD.shape[-1]))
         y_BSD = scatter_sum(partial, TP, dim=1)
         return y_BSD + self.o_bias_D[...].astype(y_BSD.dtype) if self.config.output_bias else y_BSD

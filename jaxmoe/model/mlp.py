@@ -5,6 +5,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxmoe.kernels.expert_mlp import Activation, gated
+from jaxmoe.kernels.linear import linear
 from jaxmoe.model.params import Init
 from jaxmoe.spmd.axes import TP
 from jaxmoe.spmd.collectives import gather, scatter_sum
@@ -26,7 +27,7 @@ class Mlp(nnx.Module):
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         x = gather(x_BSD, TP, dim=1)
         weight_D2F = self.gate_up_D2F[...].astype(x.dtype)
-        gate_up = x @ weight_D2F.reshape(weight_D2F.shape[0], -1)
+        gate_up = linear(x, weight_D2F.reshape(weight_D2F.shape[0], -1))
         gate, up = jax.numpy.split(gate_up, 2, axis=-1)
         hidden = gated(self.activation, gate, up)
-        return scatter_sum(hidden @ self.down_FD[...].astype(x.dtype), TP, dim=1)
+        return scatter_sum(linear(hidden, self.down_FD[...].astype(x.dtype)), TP, dim=1)
