@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config.schema import Attention as AttentionConfig
 from jaxmoe.kernels.attention import attention
+from jaxmoe.kernels.linear import linear
 from jaxmoe.kernels.sparse_attention import (
     Indexer,
     MainAttention,
@@ -86,11 +87,11 @@ class LatentAttention(nnx.Module):
         """What queries are made from: their normalised latent, or the hidden state. [B, S, C]."""
         if self.mla.q_lora_rank is None:
             return x_BSD
-        return self.q_norm(x_BSD @ self.q_down_DC[...].astype(x_BSD.dtype))
+        return self.q_norm(linear(x_BSD, self.q_down_DC[...].astype(x_BSD.dtype)))
 
     def _latents(self, x_BSD: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
         """Latents [B, T, C] and rotated keys [B, T, R] of the whole row, from this rank's positions."""
-        down = x_BSD @ self.kv_down_DC[...].astype(x_BSD.dtype)
+        down = linear(x_BSD, self.kv_down_DC[...].astype(x_BSD.dtype))
         latent, rope = jnp.split(down, [self.mla.kv_lora_rank], axis=-1)
         cos, sin = (own_piece(table, TP, dim=1) for table in (tokens.cos_BQR, tokens.sin_BQR))
         rope = rotate(rope[:, :, None], cos, sin, interleaved=self.mla.rope_interleaved)[:, :, 0]
@@ -124,7 +125,7 @@ class LatentAttention(nnx.Module):
 
     def _output(self, o_BQNH: jax.Array) -> jax.Array:
         weight_NHD = self.o_NHD[...].astype(o_BQNH.dtype)
-        partial = o_BQNH.reshape(*o_BQNH.shape[:2], -1) @ weight_NHD.reshape(-1, weight_NHD.shape[-1])
+        partial = linear(o_BQNH.reshape(*o_BQNH.shape[:2], -1), weight_NHD.reshape(-1, weight_NHD.shape[-1]))
         return scatter_sum(partial, TP, dim=1)
 
     def _chosen(

@@ -6,6 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config.layer_plan import LayerKind
 from jaxmoe.config.schema import Config
+from jaxmoe.kernels.linear import linear
 from jaxmoe.model.layer import Layer, LayerStats
 from jaxmoe.model.norm import RmsNorm
 from jaxmoe.model.params import Init
@@ -32,6 +33,6 @@ class MtpModule(nnx.Module):
         self, e_BSD: jax.Array, h_BSD: jax.Array, tokens: Tokens, noise_key: jax.Array | None
     ) -> tuple[jax.Array, LayerStats]:
         token_DF, hidden_DF = self.join_2DF[...].astype(h_BSD.dtype)
-        joined_BSD = self.token_norm(e_BSD) @ token_DF + self.hidden_norm(h_BSD) @ hidden_DF
+        joined_BSD = linear(self.token_norm(e_BSD), token_DF) + linear(self.hidden_norm(h_BSD), hidden_DF)
         x_BSD, _, stats = self.layer(joined_BSD, None, tokens, noise_key)
         return self.final_norm(x_BSD), stats

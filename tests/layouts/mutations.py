@@ -43,7 +43,7 @@ MUTATIONS = [
         "verify",
     ),
     Mutation(
-        "MLP output not summed", "model.mlp:Mlp.__call__", "scatter_sum(hidden", "own_piece(hidden", "tp=2", "verify"
+        "MLP output not summed", "model.mlp:Mlp.__call__", "scatter_sum(linear(", "own_piece(linear(", "tp=2", "verify"
     ),
     Mutation(
         "expert output not summed", "model.moe:Experts.__call__", "scatter_sum(y_TD", "own_piece(y_TD", "ep=2", "verify"
