@@ -35,6 +35,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.kernels.grouped_matmul import accumulate_groups, accumulation_dtype, multiply_groups, row_chunks
+from jaxmoe.kernels.one_by_one import not_before
 from jaxmoe.spmd.collectives import vary_like
 
 
@@ -230,17 +231,20 @@ def _forward(
 
 def _backward(products: _Products, activation: Activation, saved: tuple, dy_TD: jax.Array) -> tuple:
     x_TD, weight_TK, hidden_P2F, routing, gate_up_ED2F, down_EFD, bias_E2F = saved
+    # Else XLA finds what is made again here in the forward pass and keeps it from there, or makes it long before.
+    x_TD, weight_TK, hidden_P2F, dy_TD = lax.optimization_barrier((x_TD, weight_TK, hidden_P2F, dy_TD))
+    hidden_P2F, token_P = (not_before(a, dy_TD) for a in (hidden_P2F, routing.token_P))
     products = products.of(routing)
     weight_P = _sorted_weight(weight_TK, routing)
     gated_PF, gated_vjp = jax.vjp(
         lambda gate, up, weight: _gated(gate, up, weight, routing.held_P, activation), *_halves(hidden_P2F), weight_P
     )
-    dy_PD = _take_rows(dy_TD, routing.token_P)
+    dy_PD = _take_rows(dy_TD, token_P)
     ddown_EFD = products.accumulate(gated_PF.astype(x_TD.dtype), dy_PD)
     dgated_PF = products.multiply(dy_PD, down_EFD, transposed=True)
     dgate_PF, dup_PF, dweight_P = gated_vjp(dgated_PF.astype(gated_PF.dtype))
     dhidden_P2F = jnp.concatenate([dgate_PF, dup_PF], axis=1)
-    dgate_up_EDC = products.accumulate(_take_rows(x_TD, routing.token_P), dhidden_P2F)
+    dgate_up_EDC = products.accumulate(_take_rows(x_TD, token_P), dhidden_P2F)
     dbias_E2F = None
     if bias_E2F is not None:
         one_P1 = vary_like(jnp.ones((dhidden_P2F.shape[0], 1), dhidden_P2F.dtype), dhidden_P2F)
