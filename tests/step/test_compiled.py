@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from jaxmoe.kernels.grouped_matmul import row_chunks
 from tests.reference import cases
 
 
@@ -22,3 +23,13 @@ def test_rope_makes_cos_and_sin_once_for_all_heads_and_layers(program):
 def test_the_optimiser_copies_no_moments(program):
     assert re.search(r"%state_opt_state_0__[mn]u__", program)
     assert not re.findall(r" copy\(%state_opt_state_0__[mn]u__.*", program)
+
+
+def test_no_loop_over_experts_starts_from_a_copy_of_common_zeros(program):
+    experts, choices = 8, 2 * cases.SEQ * 2
+    rows = choices + row_chunks(choices, experts)[-1]
+    of_rows, of_matrices = rf"f64\[{rows},\d+\]", rf"f64\[{experts},16,\d+\]"
+    for shape in of_rows, of_matrices:
+        made = re.findall(rf"= {shape}\S* fusion\(.*broadcast_in_dim", program)
+        assert len(made) >= 3, "one for each layer with experts"
+    assert not re.findall(rf"= {of_rows}\S* copy\(%\S*broadcast", program)
